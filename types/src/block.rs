@@ -43,7 +43,8 @@ impl VirtualRanks {
 impl TryFrom<u32> for VirtualRanks {
     type Error = String;
     fn try_from(count: u32) -> Result<Self, String> {
-        Self::new(count).ok_or_else(|| format!("{count} virtual ranks; allowed are 1 to {}", Self::MAX))
+        Self::new(count)
+            .ok_or_else(|| format!("{count} virtual ranks; allowed are 1 to {}", Self::MAX))
     }
 }
 
@@ -121,13 +122,15 @@ impl TreeNode {
     #[must_use]
     pub fn parent(self) -> Option<Self> {
         let level = self.level + 1;
-        (level <= Self::LEVEL_MAX).then_some(Self { start: self.start & !((1 << level) - 1), level })
+        (level <= Self::LEVEL_MAX)
+            .then_some(Self { start: self.start & !((1 << level) - 1), level })
     }
 
     /// The other half of its parent; `None` at the highest level.
     #[must_use]
     pub fn sibling(self) -> Option<Self> {
-        (self.level < Self::LEVEL_MAX).then_some(Self { start: self.start ^ (1 << self.level), level: self.level })
+        (self.level < Self::LEVEL_MAX)
+            .then_some(Self { start: self.start ^ (1 << self.level), level: self.level })
     }
 
     /// Whether `other` is this node or lies under it.

@@ -44,7 +44,11 @@ impl fmt::Debug for Digest {
 
 impl Serialize for Digest {
     fn serialize<S: serde::Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        if serializer.is_human_readable() { serializer.collect_str(self) } else { self.0.serialize(serializer) }
+        if serializer.is_human_readable() {
+            serializer.collect_str(self)
+        } else {
+            self.0.serialize(serializer)
+        }
     }
 }
 
@@ -52,7 +56,8 @@ impl<'de> Deserialize<'de> for Digest {
     fn deserialize<D: serde::Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         if deserializer.is_human_readable() {
             let text = String::deserialize(deserializer)?;
-            Self::from_hex(&text).ok_or_else(|| serde::de::Error::custom("a digest has 64 hex digits"))
+            Self::from_hex(&text)
+                .ok_or_else(|| serde::de::Error::custom("a digest has 64 hex digits"))
         } else {
             <[u8; 32]>::deserialize(deserializer).map(Self)
         }

@@ -126,10 +126,16 @@ impl JobId {
         let name = name.into();
         let allowed = |c: char| c.is_ascii_alphanumeric() || matches!(c, '-' | '_' | '.');
         if name.is_empty() || name.len() > Self::MAX_BYTES {
-            return Err(format!("job name has {} bytes; allowed are 1 to {}", name.len(), Self::MAX_BYTES));
+            return Err(format!(
+                "job name has {} bytes; allowed are 1 to {}",
+                name.len(),
+                Self::MAX_BYTES
+            ));
         }
         if name.starts_with('.') || !name.chars().all(allowed) {
-            return Err(format!("job name {name:?} may have only letters, digits, '-', '_' and '.' (not first)"));
+            return Err(format!(
+                "job name {name:?} may have only letters, digits, '-', '_' and '.' (not first)"
+            ));
         }
         Ok(Self(name))
     }

@@ -17,7 +17,9 @@ mod world;
 pub use block::{Block, TreeNode, VirtualRanks};
 pub use digest::Digest;
 pub use dtype::DType;
-pub use ids::{Attempt, Generation, JobId, Lineage, NodeId, Rank, Step, Term, VirtualRank, WorldSize};
+pub use ids::{
+    Attempt, Generation, JobId, Lineage, NodeId, Rank, Step, Term, VirtualRank, WorldSize,
+};
 pub use remedy::Remedy;
 pub use time::Timestamp;
 pub use wire::{PROTOCOL_VERSION, WireError, decode, encode};

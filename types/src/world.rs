@@ -5,7 +5,9 @@ use std::net::SocketAddr;
 
 use serde::{Deserialize, Serialize};
 
-use crate::{Block, Digest, Generation, Lineage, NodeId, Rank, Step, VirtualRank, VirtualRanks, WorldSize};
+use crate::{
+    Block, Digest, Generation, Lineage, NodeId, Rank, Step, VirtualRank, VirtualRanks, WorldSize,
+};
 
 /// Where a member takes data connections, and the certificate that it must show there.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
@@ -95,7 +97,10 @@ impl World {
     /// If it has none, which `check` refuses.
     #[must_use]
     pub fn size(&self) -> WorldSize {
-        u32::try_from(self.members.len()).ok().and_then(WorldSize::new).expect("a world has members")
+        u32::try_from(self.members.len())
+            .ok()
+            .and_then(WorldSize::new)
+            .expect("a world has members")
     }
 
     /// The rank of a node, if it is a member.
@@ -156,7 +161,10 @@ impl World {
                 return Err(format!("world {} lists node {} twice", self.generation, member.node));
             }
             if !member.blocks.iter().any(|b| !b.is_outside(self.virtual_ranks)) {
-                return Err(format!("world {}: node {} serves no virtual rank", self.generation, member.node));
+                return Err(format!(
+                    "world {}: node {} serves no virtual rank",
+                    self.generation, member.node
+                ));
             }
             for rank in member.blocks.iter().flat_map(|b| b.leaves(self.virtual_ranks)) {
                 if let Some(other) = served[rank.0 as usize].replace(member.node) {
@@ -171,7 +179,10 @@ impl World {
             return Err(format!("world {}: nobody serves virtual rank {rank}", self.generation));
         }
         if let Some(follower) = self.followers.iter().find(|f| self.has_member(f.node)) {
-            return Err(format!("world {}: node {} is member and follower", self.generation, follower.node));
+            return Err(format!(
+                "world {}: node {} is member and follower",
+                self.generation, follower.node
+            ));
         }
         Ok(())
     }

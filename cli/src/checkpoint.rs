@@ -1,0 +1,96 @@
+//! `ripstop checkpoint`.
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use clap::{Args, Subcommand};
+use ripstop::checkpoints;
+use serde_json::json;
+use types::JobId;
+
+use crate::certs::parse_job;
+use crate::{OutputFormat, print};
+
+/// Checkpoints of a job.
+#[derive(Debug, Subcommand)]
+pub(crate) enum CheckpointCommand {
+    /// List what can be restored, newest first.
+    Ls(Place),
+    /// Read every byte of a checkpoint and compare its BLAKE3.
+    Verify {
+        #[command(flatten)]
+        place: Place,
+        /// The step; the newest if not given.
+        #[arg(long, value_name = "N")]
+        step: Option<u64>,
+    },
+    /// Write a checkpoint as plain safetensors files.
+    Export {
+        #[command(flatten)]
+        place: Place,
+        /// The step; the newest if not given.
+        #[arg(long, value_name = "N")]
+        step: Option<u64>,
+        /// The folder to write.
+        #[arg(long, value_name = "DIR")]
+        out: PathBuf,
+    },
+}
+
+/// Where checkpoints are.
+#[derive(Debug, Args)]
+pub(crate) struct Place {
+    /// The URL given as --checkpoint to `ripstop run`.
+    #[arg(value_name = "URL")]
+    url: String,
+    /// The job's name.
+    #[arg(long, value_name = "NAME", default_value = "default", value_parser = parse_job)]
+    run_id: JobId,
+}
+
+pub(crate) fn run(command: CheckpointCommand, output: OutputFormat) -> anyhow::Result<ExitCode> {
+    match command {
+        CheckpointCommand::Ls(place) => {
+            let listed = crate::block_on(checkpoints::list(&place.url, &place.run_id))??;
+            match output {
+                OutputFormat::Json => print(&serde_json::to_string_pretty(&listed)?),
+                OutputFormat::Text if listed.is_empty() => print("no checkpoints of this job here"),
+                OutputFormat::Text => {
+                    print(&format!("{:>10} {:>8}  {:<12}  manifest", "step", "lineage", "digest"));
+                    for found in &listed {
+                        let damage = found
+                            .damage
+                            .as_ref()
+                            .map_or(String::new(), |d| format!("  DAMAGED: {d}"));
+                        let digest = found.digest.map_or(String::from("-"), |d| format!("{d:#}"));
+                        print(&format!(
+                            "{:>10} {:>8}  {digest:<12}  {}{damage}",
+                            found.step, found.lineage, found.manifest
+                        ));
+                    }
+                }
+            }
+        }
+        CheckpointCommand::Verify { place, step } => {
+            let verified = crate::block_on(checkpoints::verify(&place.url, &place.run_id, step))??;
+            match output {
+                OutputFormat::Json => print(&serde_json::to_string_pretty(&verified)?),
+                OutputFormat::Text => print(&format!(
+                    "step {}: {} segments, {} bytes, all as written",
+                    verified.step, verified.segments, verified.bytes
+                )),
+            }
+        }
+        CheckpointCommand::Export { place, step, out } => {
+            let files =
+                crate::block_on(checkpoints::export(&place.url, &place.run_id, step, &out))??;
+            match output {
+                OutputFormat::Json => print(&json!({"files": files}).to_string()),
+                OutputFormat::Text => {
+                    files.iter().for_each(|file| print(&file.display().to_string()))
+                }
+            }
+        }
+    }
+    Ok(ExitCode::SUCCESS)
+}

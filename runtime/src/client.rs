@@ -1,0 +1,195 @@
+//! [`Client`]: what a person's command line asks of the coordinators.
+
+use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+pub use membership::{ClusterStatus, Event, JobStatus, MemberStatus};
+use membership::{ParticipantEvent, ToCoordinator};
+use serde::{Deserialize, Serialize};
+use tokio::sync::mpsc;
+use transport::{CertificateAuthority, Identity, Role, Subject};
+use types::{JobId, NodeId};
+
+use crate::agent::tempfile_dir;
+use crate::drivers::control::{self, ControlConfig, ControlHandle};
+use crate::error::Error;
+
+/// A connection of a person's command line.
+#[derive(Debug)]
+pub struct Client {
+    control: ControlHandle,
+    events: mpsc::UnboundedReceiver<ParticipantEvent>,
+    deadline: Duration,
+    addresses: Vec<SocketAddr>,
+}
+
+/// Where a cluster is, and with which identity to speak to it.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Contact {
+    /// Where its coordinators listen.
+    pub coordinators: Vec<SocketAddr>,
+    /// The identity's file.
+    pub identity: PathBuf,
+}
+
+impl Contact {
+    const FILE: &'static str = "contact.json";
+
+    pub(crate) fn save(&self, folder: &Path) -> Result<(), Error> {
+        let path = folder.join(Self::FILE);
+        let text = serde_json::to_string_pretty(self)
+            .map_err(|_| Error::Internal("a contact is plain data"))?;
+        std::fs::write(&path, text).map_err(|e| Error::Settings(format!("{}: {e}", path.display())))
+    }
+
+    /// The newest `ripstop run --standalone` of this user on this host that still lives; `job` narrows it down.
+    #[must_use]
+    pub fn find_local(job: Option<&JobId>) -> Option<Self> {
+        let mut found = Vec::new();
+        for entry in std::fs::read_dir(tempfile_dir::root()).ok()?.flatten() {
+            let name = entry.file_name().to_string_lossy().into_owned();
+            let Some((run, pid)) = name.strip_prefix("run-").and_then(|rest| rest.rsplit_once('-'))
+            else {
+                continue;
+            };
+            let is_alive = Path::new("/proc").join(pid).exists();
+            if !is_alive || job.is_some_and(|job| job.as_str() != run) {
+                continue;
+            }
+            let path = entry.path().join(Self::FILE);
+            let contact = std::fs::read_to_string(&path)
+                .ok()
+                .and_then(|text| serde_json::from_str(&text).ok());
+            let changed = std::fs::metadata(&path).and_then(|m| m.modified()).ok();
+            found.extend(changed.zip(contact));
+        }
+        found.sort_by_key(|(changed, _)| *changed);
+        found.pop().map(|(_, contact)| contact)
+    }
+}
+
+impl Client {
+    /// Speaks to a cluster with the identity of a contact.
+    ///
+    /// # Errors
+    /// If the identity can't be read.
+    pub fn from_contact(contact: &Contact, deadline: Duration) -> Result<Self, Error> {
+        let identity = Identity::load(&contact.identity)
+            .map_err(|e| Error::Settings(format!("{}: {e}", contact.identity.display())))?;
+        Self::start(contact.coordinators.clone(), Arc::new(identity), deadline)
+    }
+
+    /// Speaks to a cluster whose authority is at hand.
+    ///
+    /// # Errors
+    /// If the authority can't be read.
+    pub fn from_authority(
+        coordinators: Vec<SocketAddr>,
+        dir: &Path,
+        deadline: Duration,
+    ) -> Result<Self, Error> {
+        let reason = |e: transport::CertificateError| Error::Settings(e.to_string());
+        let authority = CertificateAuthority::load(dir).map_err(reason)?;
+        let subject = Subject { role: Role::Operator, job: None, node: NodeId(0) };
+        let identity = authority.identity(&subject, Duration::from_secs(3600)).map_err(reason)?;
+        Self::start(coordinators, Arc::new(identity), deadline)
+    }
+
+    fn start(
+        coordinators: Vec<SocketAddr>,
+        identity: Arc<Identity>,
+        deadline: Duration,
+    ) -> Result<Self, Error> {
+        let (sender, events) = mpsc::unbounded_channel();
+        let config = ControlConfig {
+            coordinators: coordinators.clone(),
+            identity,
+            recovery_target: Duration::from_secs(1),
+            join: None,
+        };
+        let control = control::start(config, move |event| drop(sender.send(event)))?;
+        Ok(Self { control, events, deadline, addresses: coordinators })
+    }
+
+    /// How things stand.
+    ///
+    /// # Errors
+    /// If no coordinator answers in time, or we are refused.
+    pub async fn status(&mut self, job: Option<JobId>) -> Result<ClusterStatus, Error> {
+        let sequence = self.control.ask(ToCoordinator::Status { job, sequence: 0 }).await;
+        self.answer(|event| match event {
+            ParticipantEvent::Status { sequence: at, status } if Some(at) == sequence => {
+                Some(*status)
+            }
+            _ => None,
+        })
+        .await
+    }
+
+    /// What happened from entry `since` of the log on, and where to ask again from.
+    ///
+    /// # Errors
+    /// If no coordinator answers in time, or we are refused.
+    pub async fn events(
+        &mut self,
+        job: Option<JobId>,
+        since: u64,
+    ) -> Result<(Vec<Event>, u64), Error> {
+        let sequence = self.control.ask(ToCoordinator::Events { job, since, sequence: 0 }).await;
+        self.answer(|event| match event {
+            ParticipantEvent::Events { sequence: at, events, next } if Some(at) == sequence => {
+                Some((events, next))
+            }
+            _ => None,
+        })
+        .await
+    }
+
+    /// Asks that nodes may leave in good order.
+    ///
+    /// # Errors
+    /// If no coordinator answers in time, or we are refused.
+    pub async fn drain(
+        &mut self,
+        job: JobId,
+        nodes: Vec<NodeId>,
+        reason: String,
+    ) -> Result<(), Error> {
+        let sequence =
+            self.control.ask(ToCoordinator::Drain { nodes, job, reason, sequence: 0 }).await;
+        self.answer(|event| match event {
+            ParticipantEvent::Noted { sequence: at } if Some(at) == sequence => Some(()),
+            _ => None,
+        })
+        .await
+    }
+
+    async fn answer<T>(
+        &mut self,
+        pick: impl Fn(ParticipantEvent) -> Option<T>,
+    ) -> Result<T, Error> {
+        let picked = async {
+            loop {
+                match self.events.recv().await {
+                    Some(ParticipantEvent::Refused { code, reason }) => {
+                        return Err(Error::Refused { code, reason });
+                    }
+                    Some(event) => {
+                        if let Some(answer) = pick(event) {
+                            return Ok(answer);
+                        }
+                    }
+                    None => return Err(Error::Internal("the control thread ended")),
+                }
+            }
+        };
+        let addresses: Vec<String> = self.addresses.iter().map(ToString::to_string).collect();
+        let unreachable = Error::Unreachable {
+            waited_s: self.deadline.as_secs(),
+            addresses: addresses.join(","),
+        };
+        tokio::time::timeout(self.deadline, picked).await.unwrap_or(Err(unreachable))
+    }
+}

@@ -1,0 +1,7 @@
+//! The shell around the machines: each driver carries inputs in and actions out, and decides nothing.
+
+pub(crate) mod buffers;
+pub(crate) mod control;
+pub(crate) mod coordinator;
+pub(crate) mod engine;
+pub(crate) mod peers;

@@ -1,0 +1,520 @@
+//! The engine: the thread that runs [`StepCycle`] and holds the bytes of the steps in hand.
+//!
+//! Everything reaches it as an [`Input`] through one queue: frames of peers, words of the coordinators, calls of the user's thread, ends of
+//! uploads. It answers the user's thread by [`Order`]s, since only that thread has the program's state. Sums and digests are computed
+//! here, never on a thread that serves sockets.
+
+mod checkpoint;
+mod serve;
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, RecvTimeoutError};
+use std::time::Duration;
+
+use bytes::Bytes;
+use collectives::{ChunkLayout, LeafReport, OperationAction};
+use membership::{Heartbeat, Intent, ParticipantEvent, Phase, Release};
+use serde_json::json;
+use storage::{Layout, Store};
+use tokio::sync::{mpsc, oneshot};
+use transport::{Frame, Lane};
+use types::{Digest, Lineage, NodeId, Start, Step, Timestamp, VirtualRank, World, decode, encode};
+
+use super::buffers::{Buffers, Sum};
+use super::control::ControlHandle;
+use super::peers::PeersHandle;
+use crate::clock;
+use crate::error::Error;
+use crate::metrics::WorkerMetrics;
+use crate::settings::Settings;
+use crate::step_cycle::{Action, Envelope, PeerFrame, StepCycle, Verdict};
+use crate::trace::Trace;
+
+/// What reaches the engine.
+#[derive(Debug)]
+pub(crate) enum Input {
+    /// A frame of another member.
+    Frame { from: NodeId, frame: Frame },
+    /// A link to another member is up.
+    LinkUp { node: NodeId },
+    /// A world made without coordinators: this process trains alone.
+    Alone(Arc<World>),
+    /// The coordinators' word, or their silence.
+    Control(ParticipantEvent),
+    /// A call of the user's thread.
+    User(UserInput),
+    /// An upload or a publication ended.
+    Storage(checkpoint::StorageEvent),
+    /// A signal asks to leave in good order.
+    LeaveSignal { name: &'static str },
+}
+
+/// Calls of the user's thread.
+#[derive(Debug)]
+pub(crate) enum UserInput {
+    /// The state stands at a boundary, freshly loaded.
+    Loaded { lineage: Lineage, applied: Step, digest: Digest },
+    /// A state could not be loaded.
+    LoadFailed { reason: String },
+    /// The user applied a step; the state stands at `boundary`.
+    Applied { boundary: Step, digest: Digest },
+    /// The user waits for an order.
+    Waiting,
+    /// The share of a checkpoint, copied from the state.
+    Staged {
+        intent: Intent,
+        digest: Digest,
+        extra: serde_json::Value,
+        segments: Vec<(storage::SegmentIndex, Bytes)>,
+    },
+    /// A copy of the state, for followers.
+    Copied { digest: Digest, extra: serde_json::Value, pieces: Vec<Bytes> },
+    /// The user wants the next virtual rank.
+    Rank { step: Step, reply: oneshot::Sender<RankReply> },
+    /// The user contributes a leaf.
+    Leaf { step: Step, rank: VirtualRank, gradients: Vec<f32>, report: LeafReport },
+    /// The user wants the sum.
+    Finish { step: Step, reply: oneshot::Sender<Result<Sum, Error>> },
+}
+
+/// What became of the wish for a virtual rank.
+#[derive(Debug)]
+pub(crate) enum RankReply {
+    /// Compute this one.
+    Compute(VirtualRank),
+    /// The sum is final.
+    Final,
+    /// The step is void: its lineage ended, or this process left the job.
+    Void,
+}
+
+/// What the user's thread must do, because it has the state.
+#[derive(Debug)]
+pub(crate) enum Order {
+    /// Load the state that a lineage starts with.
+    Restore { lineage: Lineage, start: Start },
+    /// Load the copy that members sent.
+    Load {
+        lineage: Lineage,
+        applied: Step,
+        digest: Digest,
+        extra: serde_json::Value,
+        pieces: Vec<Bytes>,
+    },
+    /// Copy the share of a checkpoint.
+    Stage { intent: Intent, segments: Vec<storage::SegmentIndex> },
+    /// Copy the whole state, for a follower.
+    Copy,
+    /// Compute a step.
+    Step { step: Step, lineage: Lineage, world: Arc<World>, is_first: bool },
+    /// The job is over for this process.
+    Ended(Release),
+    /// It can't go on.
+    Failed(Error),
+}
+
+/// What the engine is made of.
+pub(crate) struct Parts {
+    pub(crate) me: NodeId,
+    pub(crate) settings: Settings,
+    pub(crate) chunks: ChunkLayout,
+    pub(crate) layout: Arc<Layout>,
+    pub(crate) store: Option<Store>,
+    pub(crate) peers: Option<PeersHandle>,
+    pub(crate) control: Option<ControlHandle>,
+    pub(crate) background: tokio::runtime::Handle,
+    pub(crate) inputs: Receiver<Input>,
+    pub(crate) sender: std::sync::mpsc::Sender<Input>,
+    pub(crate) orders: mpsc::UnboundedSender<Order>,
+    pub(crate) trace: Trace,
+    pub(crate) metrics: WorkerMetrics,
+}
+
+/// The thread that runs the step machine.
+pub(crate) struct Engine {
+    parts: Parts,
+    cycle: StepCycle,
+    buffers: Buffers,
+    is_user_waiting: bool,
+    wish: Option<(Step, oneshot::Sender<RankReply>)>,
+    restore: Option<(Lineage, Start)>,
+    fetch: Option<serve::Fetch>,
+    fetched: Option<Order>,
+    followers_waiting: BTreeSet<NodeId>,
+    intent: Option<Intent>,
+    publish: Option<checkpoint::Publishing>,
+    release: Option<Release>,
+    failure: Option<Error>,
+    is_leaving: bool,
+    unreachable_since: Option<Timestamp>,
+    idle_since: Timestamp,
+    joined: bool,
+    progress: u64,
+    seen_generation: Option<types::Generation>,
+    step_began: Option<Timestamp>,
+}
+
+impl Engine {
+    /// Runs until the user's thread is gone.
+    pub(crate) fn run(parts: Parts) {
+        let mut engine = Self {
+            cycle: StepCycle::new(parts.me, parts.chunks.chunks()),
+            buffers: Buffers::new(parts.chunks.clone(), parts.settings.virtual_ranks),
+            is_user_waiting: false,
+            wish: None,
+            restore: None,
+            fetch: None,
+            fetched: None,
+            followers_waiting: BTreeSet::new(),
+            intent: None,
+            publish: None,
+            release: None,
+            failure: None,
+            is_leaving: false,
+            unreachable_since: None,
+            idle_since: clock::now(),
+            joined: parts.control.is_none(),
+            progress: 0,
+            seen_generation: None,
+            step_began: None,
+            parts,
+        };
+        let tick = (engine.parts.settings.recovery_target / 4).max(Duration::from_millis(20));
+        let mut next_tick = clock::now() + tick;
+        while !engine.parts.orders.is_closed() {
+            let now = clock::now();
+            match engine.parts.inputs.recv_timeout(next_tick.since(now)) {
+                Ok(input) => engine.handle(input),
+                Err(RecvTimeoutError::Timeout) => {}
+                Err(RecvTimeoutError::Disconnected) => return,
+            }
+            // What has queued up meanwhile is taken before anything is told to the outside.
+            for _ in 0..INPUTS_PER_TURN {
+                let Ok(input) = engine.parts.inputs.try_recv() else { break };
+                engine.handle(input);
+            }
+            if clock::now() >= next_tick {
+                next_tick = clock::now() + tick;
+                engine.handle_tick();
+            }
+            engine.answer_user();
+            engine.tell_control();
+        }
+    }
+
+    fn handle(&mut self, input: Input) {
+        match input {
+            Input::Frame { from, frame } => self.handle_frame(from, frame),
+            Input::LinkUp { node } => self.cycle.handle_link_up(node),
+            Input::Alone(world) => self.handle_world(world),
+            Input::Control(event) => self.handle_control(event),
+            Input::User(call) => self.handle_user(call),
+            Input::Storage(event) => self.handle_storage(event),
+            Input::LeaveSignal { name } => self.leave(name),
+        }
+        self.drain();
+    }
+
+    fn handle_world(&mut self, world: Arc<World>) {
+        self.cycle.handle_world(world);
+        self.drain();
+        self.connect_peers();
+    }
+
+    fn connect_peers(&mut self) {
+        let generation = self.cycle.newest_generation();
+        if generation == self.seen_generation {
+            return;
+        }
+        self.seen_generation = generation;
+        if let Some(peers) = &self.parts.peers {
+            peers.set_peers(self.cycle.peers());
+        }
+    }
+
+    fn handle_control(&mut self, event: ParticipantEvent) {
+        match event {
+            ParticipantEvent::Joined { .. } => {
+                self.joined = true;
+                self.unreachable_since = None;
+            }
+            ParticipantEvent::Reachable => self.unreachable_since = None,
+            ParticipantEvent::Unreachable { since } => {
+                self.unreachable_since.get_or_insert(since);
+            }
+            ParticipantEvent::Refused { code, reason } => {
+                self.failure = Some(Error::Refused { code, reason })
+            }
+            ParticipantEvent::World(world) => self.handle_world(world),
+            ParticipantEvent::Intent(intent) => self.handle_intent(intent),
+            ParticipantEvent::Publish { attempt, receipts } => {
+                self.handle_publish(attempt, receipts)
+            }
+            ParticipantEvent::Committed { attempt, step, .. } => {
+                self.parts.metrics.checkpoint_step.set(i64::try_from(step.0).unwrap_or(i64::MAX));
+                self.parts.trace.event("checkpoint", json!({"attempt": attempt, "step": step}));
+                self.intent.take_if(|i| i.attempt <= attempt);
+                self.publish.take_if(|p| p.attempt() <= attempt);
+            }
+            ParticipantEvent::Abandoned { attempt, reason } => {
+                tracing::info!(%attempt, %reason, "checkpoint attempt abandoned");
+                self.intent.take_if(|i| i.attempt == attempt);
+                self.publish.take_if(|p| p.attempt() == attempt);
+            }
+            ParticipantEvent::Released(release) => {
+                self.parts.trace.event("released", json!({"release": format!("{release:?}")}));
+                self.release = Some(release);
+            }
+            ParticipantEvent::Noted { .. }
+            | ParticipantEvent::Enrolled { .. }
+            | ParticipantEvent::Status { .. }
+            | ParticipantEvent::Events { .. } => {}
+        }
+    }
+
+    fn handle_user(&mut self, call: UserInput) {
+        self.idle_since = clock::now();
+        match call {
+            UserInput::Loaded { lineage, applied, digest } => {
+                self.parts.trace.event("loaded", json!({"lineage": lineage, "step": applied}));
+                self.cycle.handle_state(lineage, applied, digest);
+                self.fetch = None;
+            }
+            UserInput::LoadFailed { reason } => self.handle_load_failed(reason),
+            UserInput::Applied { boundary, digest } => {
+                self.progress += 1;
+                if let Some(began) = self.step_began.take() {
+                    self.parts
+                        .metrics
+                        .step_seconds
+                        .observe(clock::now().since(began).as_secs_f64());
+                    self.parts.metrics.steps.inc();
+                }
+                self.cycle.handle_applied(boundary, digest);
+                self.parts.trace.event("applied", json!({"boundary": boundary, "digest": digest}));
+            }
+            UserInput::Waiting => self.is_user_waiting = true,
+            UserInput::Staged { intent, digest, extra, segments } => {
+                self.handle_staged(intent, digest, extra, segments);
+            }
+            UserInput::Copied { digest, extra, pieces } => self.send_state(digest, &extra, &pieces),
+            UserInput::Rank { step, reply } => self.wish = Some((step, reply)),
+            UserInput::Leaf { step, rank, gradients, report } => {
+                self.progress += 1;
+                let chunks = self.cycle.handle_leaf(step, rank);
+                self.buffers.put_leaf(step, rank, &chunks, (&gradients, &report));
+                self.parts.metrics.leaves.inc();
+                self.parts.trace.event("leaf", json!({"step": step, "rank": rank}));
+            }
+            UserInput::Finish { step, reply } => {
+                let result = if self.cycle.is_ready(step) {
+                    self.buffers.sum(step).map_err(|reason| {
+                        tracing::error!(%reason, "a finished step has no sum");
+                        Error::Internal("a finished step has no sum")
+                    })
+                } else if self.cycle.applied() == Some(step) && self.release.is_none() {
+                    Err(Error::Usage("finish before next_virtual_rank returned None".to_owned()))
+                } else {
+                    Err(Error::RolledBack)
+                };
+                let _ = reply.send(result);
+            }
+        }
+    }
+
+    fn handle_frame(&mut self, from: NodeId, frame: Frame) {
+        let head: PeerFrame = match decode(&frame.head) {
+            Ok(head) => head,
+            Err(error) => return tracing::warn!(%from, %error, "a frame is dropped"),
+        };
+        match head {
+            PeerFrame::Report(report) => {
+                self.cycle.handle_report(from, *report);
+                self.drain();
+                self.connect_peers();
+            }
+            PeerFrame::Node(name) => match self.buffers.decode_node(name.chunk, &frame.body) {
+                Ok(value) => {
+                    if self.cycle.handle_node(from, name) == Verdict::Keep {
+                        self.buffers.put_node(name.step, name.chunk, name.node, value);
+                    }
+                }
+                Err(reason) => tracing::warn!(%from, %reason, "a node is dropped"),
+            },
+            PeerFrame::Final(name) => match self.buffers.check_final(name.chunk, &frame.body) {
+                Ok(()) => {
+                    if self.cycle.handle_final(name) == Verdict::Keep {
+                        self.buffers.put_final(name.step, name.chunk, frame.body);
+                    }
+                }
+                Err(reason) => tracing::warn!(%from, %reason, "a final chunk is dropped"),
+            },
+            PeerFrame::Progress { lineage, applied, state } => {
+                self.cycle.handle_progress(from, lineage, applied, state);
+            }
+            PeerFrame::FinalRequest { lineage, step, chunks } => {
+                self.cycle.handle_final_request(from, lineage, step, &chunks);
+            }
+            PeerFrame::StateRequest { lineage } => self.handle_state_request(from, lineage),
+            PeerFrame::StateOffer { lineage, applied, state, pieces } => {
+                self.handle_state_offer(from, (lineage, applied, state), pieces, &frame.body);
+            }
+            PeerFrame::StatePiece { applied, piece } => {
+                self.handle_state_piece(from, applied, piece, frame.body);
+            }
+        }
+    }
+
+    /// Does what the machine says.
+    fn drain(&mut self) {
+        while let Some(action) = self.cycle.poll_action() {
+            match action {
+                Action::Send(envelope) => self.send(envelope),
+                Action::Operation { step, action } => self.operate(step, action),
+                Action::DropNodes { step } => self.buffers.drop_nodes(step),
+                Action::DropFinals { step } => self.buffers.drop_finals(step),
+                Action::Restore { lineage, start } => {
+                    self.parts
+                        .trace
+                        .event("restore", json!({"lineage": lineage, "step": start.step}));
+                    self.buffers.clear();
+                    self.followers_waiting.clear();
+                    self.intent = None;
+                    self.fetch = None;
+                    self.fetched = None;
+                    self.restore = Some((lineage, start));
+                }
+                Action::Entered { generation } => {
+                    self.parts
+                        .metrics
+                        .generation
+                        .set(i64::try_from(generation.0).unwrap_or(i64::MAX));
+                    self.parts.trace.event("entered", json!({"generation": generation}));
+                    tracing::debug!(%generation, "entered");
+                }
+                Action::Adopted { generation } => {
+                    let world = self.cycle.world().map(ToString::to_string).unwrap_or_default();
+                    self.progress += 1;
+                    self.parts.trace.event(
+                        "world",
+                        json!({"generation": generation, "step": self.cycle.applied()}),
+                    );
+                    tracing::info!(%world, "world adopted");
+                }
+                Action::Ready { step } => {
+                    self.progress += 1;
+                    self.parts.trace.event("final", json!({"step": step}));
+                }
+                Action::Excluded { generation } => {
+                    self.parts.trace.event("excluded", json!({"generation": generation}));
+                }
+                Action::Diverged { node, step, theirs, ours } => {
+                    tracing::error!(%node, %step, theirs = %format!("{theirs:#}"), ours = %format!("{ours:#}"),
+                        "another member computes from another state");
+                    self.parts.metrics.divergences.inc();
+                }
+            }
+        }
+        self.parts.metrics.follow(&self.cycle, &self.buffers);
+    }
+
+    fn operate(&mut self, step: Step, action: OperationAction) {
+        let result = match action {
+            OperationAction::Fold { chunk, left, right, parent } => {
+                self.buffers.fold((step, chunk), left, right, parent)
+            }
+            OperationAction::Finish { chunk, cover } => {
+                let finished = self.buffers.finish(step, chunk, &cover);
+                if finished.is_ok() {
+                    self.cycle.handle_finished(step, chunk);
+                }
+                finished
+            }
+            OperationAction::Send { .. } => Ok(()),
+        };
+        if let Err(reason) = result {
+            // Reports of unequal names are the program's fault: they can't be added.
+            self.failure
+                .get_or_insert(Error::Usage(format!("step {step} can't be summed: {reason}")));
+        }
+    }
+
+    fn send(&self, envelope: Envelope) {
+        let Some(peers) = &self.parts.peers else { return };
+        let body = match &envelope.frame {
+            PeerFrame::Node(name) => self.buffers.node_body(name.step, name.chunk, name.node),
+            PeerFrame::Final(name) => self.buffers.final_body(name.step, name.chunk),
+            _ => Some(Bytes::new()),
+        };
+        let Some(body) = body else { return };
+        self.parts.metrics.sent_bytes.inc_by(body.len() as u64);
+        peers.send(envelope.node, Lane::Control, Frame { head: encode(&envelope.frame), body });
+    }
+
+    fn leave(&mut self, name: &str) {
+        let Some(control) = self.parts.control.as_ref().filter(|_| self.joined) else {
+            self.release.get_or_insert(Release::Drained);
+            return;
+        };
+        if !std::mem::replace(&mut self.is_leaving, true) {
+            tracing::info!(signal = name, "leaving in good order");
+            control.drain(self.parts.me, self.parts.settings.job.clone(), format!("signal {name}"));
+        }
+    }
+
+    fn tell_control(&self) {
+        let Some(control) = &self.parts.control else { return };
+        let phase = match (self.cycle.world(), self.cycle.applied()) {
+            _ if self.is_leaving => Phase::Leaving,
+            (None, _) => Phase::Joining,
+            (Some(_), None) => Phase::Syncing,
+            (Some(_), Some(_)) if self.cycle.is_member() => Phase::Active,
+            (Some(_), Some(_)) => Phase::Following,
+        };
+        let applied: Vec<(Step, Digest)> = self.cycle.digests().collect();
+        let newest = applied.len().saturating_sub(Heartbeat::APPLIED_MAX);
+        control.heartbeat(Heartbeat {
+            entered: self.cycle.entered(),
+            lineage: self.cycle.lineage().unwrap_or_default(),
+            applied: applied[newest..].to_vec(),
+            phase,
+            progress: self.progress,
+        });
+    }
+
+    fn handle_tick(&mut self) {
+        if !self.cycle.is_member()
+            && let Some((node, frame)) = self.cycle.missing_finals()
+        {
+            self.send(Envelope { node, frame });
+        }
+        self.fetch_state();
+        let timeout = self.parts.settings.coordinator_timeout;
+        let now = clock::now();
+        let Some(since) = self.unreachable_since.filter(|s| now.since(*s) >= timeout) else {
+            return;
+        };
+        let is_idle =
+            (self.is_user_waiting || self.wish.is_some()) && now.since(self.idle_since) >= timeout;
+        if !self.joined || is_idle {
+            let waited_s = now.since(since).as_secs();
+            let addresses: Vec<String> =
+                self.parts.settings.coordinators.iter().map(ToString::to_string).collect();
+            self.failure.get_or_insert(match self.cycle.world().filter(|_| self.joined) {
+                None => Error::Unreachable { waited_s, addresses: addresses.join(",") },
+                Some(world) => Error::NoWorld { generation: world.generation, waited_s },
+            });
+        }
+    }
+}
+
+const INPUTS_PER_TURN: usize = 256;
+
+impl std::fmt::Debug for Engine {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Engine").field("cycle", &self.cycle).finish_non_exhaustive()
+    }
+}
+
+type Offered = BTreeMap<u32, Bytes>;

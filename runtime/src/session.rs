@@ -1,0 +1,314 @@
+//! [`Session`]: a program's place in a job, from joining to leaving.
+
+mod start;
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::sync::mpsc::Sender;
+
+use membership::Release;
+use storage::Layout;
+use tokio::sync::mpsc;
+use types::{Lineage, Origin, Start, Step, Timestamp};
+
+use crate::active_step::ActiveStep;
+use crate::clock;
+use crate::drivers::control::ControlHandle;
+use crate::drivers::engine::{Input, Order, UserInput};
+use crate::drivers::peers::PeersHandle;
+use crate::error::Error;
+use crate::settings::Settings;
+use crate::state::{self, State};
+use crate::trace::Trace;
+
+/// A program's place in a job. The same code trains alone and in a world of hundreds.
+#[derive(Debug)]
+pub struct Session {
+    settings: Settings,
+    running: Option<Running>,
+    outcome: Option<Outcome>,
+    is_first: bool,
+}
+
+/// How a session ended.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Outcome {
+    /// All steps are done, and the last checkpoint is durable.
+    Finished,
+    /// This process left in good order; the job goes on without it, or later.
+    Drained,
+}
+
+impl Outcome {
+    /// The exit code that a program should end with: 0, or 75 for "left in good order, requeue".
+    #[must_use]
+    pub fn exit_code(self) -> u8 {
+        match self {
+            Self::Finished => 0,
+            Self::Drained => 75,
+        }
+    }
+}
+
+struct Running {
+    engine: Sender<Input>,
+    orders: mpsc::UnboundedReceiver<Order>,
+    layout: Arc<Layout>,
+    store: Option<storage::Store>,
+    peers: Option<PeersHandle>,
+    control: Option<ControlHandle>,
+    background: Option<tokio::runtime::Runtime>,
+    trace: Trace,
+    /// The boundary at which the program's state stands, and its lineage.
+    stands: Option<(Lineage, Step)>,
+    /// The step that was handed out last.
+    handed_out: Option<Step>,
+    first_digest_at: Option<Timestamp>,
+}
+
+impl Session {
+    /// Prepares to join a job. The coordinators hear of this process at the first [`Session::next_step`], when the shapes of its state are
+    /// known and can be compared.
+    ///
+    /// # Errors
+    /// If the settings can't work.
+    #[expect(
+        clippy::unused_async,
+        reason = "joining may come to wait here; callers should not have to change then"
+    )]
+    pub async fn join(settings: Settings) -> Result<Self, Error> {
+        Ok(Self { settings, running: None, outcome: None, is_first: true })
+    }
+
+    /// The settings of this session.
+    #[must_use]
+    pub fn settings(&self) -> &Settings {
+        &self.settings
+    }
+
+    /// True on one member: a hint for logging and evaluation, never for state.
+    #[must_use]
+    pub fn is_first(&self) -> bool {
+        self.is_first
+    }
+
+    /// Writes an event of the program's own into this process's trace, if there is one; `fields` is a JSON object.
+    pub fn trace(&self, kind: &str, fields: serde_json::Value) {
+        if let Some(running) = &self.running {
+            running.trace.event(kind, fields);
+        }
+    }
+
+    /// How the session ended, once `next_step` returned `None`.
+    #[must_use]
+    pub fn outcome(&self) -> Option<Outcome> {
+        self.outcome
+    }
+
+    /// The next step, or `None` when the job is over for this process ([`Session::outcome`] says how). Between two steps it may copy from
+    /// `state` for a checkpoint or a joiner, or fill it: with a checkpoint, or with a copy from the members.
+    ///
+    /// # Errors
+    /// If this process is refused or evicted, the coordinators can't be reached in time, or the state can't be restored.
+    pub async fn next_step<S: State + ?Sized>(
+        &mut self,
+        state: &mut S,
+    ) -> Result<Option<ActiveStep>, Error> {
+        if self.outcome.is_some() {
+            return Ok(None);
+        }
+        if self.running.is_none() {
+            self.running = Some(start::start(&self.settings, state).await?);
+        }
+        let Some(running) = self.running.as_mut() else { return Err(Error::Internal("no engine")) };
+        running.tell_applied(state)?;
+        loop {
+            running.tell(UserInput::Waiting)?;
+            let Some(order) = running.orders.recv().await else {
+                return Err(Error::Internal("the engine ended"));
+            };
+            match order {
+                Order::Restore { lineage, start } => {
+                    running.restore(lineage, &start, state).await?
+                }
+                Order::Load { lineage, applied, digest, extra, pieces } => {
+                    running.load_copy(state, (lineage, applied, digest), extra, &pieces)?;
+                }
+                Order::Stage { intent, segments } => {
+                    let view = state::Bytes(state);
+                    let staged: Result<Vec<_>, _> = segments
+                        .into_iter()
+                        .map(|s| running.layout.fill(s, &view).map(|bytes| (s, bytes)))
+                        .collect();
+                    let segments = staged.map_err(|e| Error::Usage(e.to_string()))?;
+                    let (digest, extra) = (state::digest(state)?, state.extra());
+                    running.tell(UserInput::Staged { intent, digest, extra, segments })?;
+                }
+                Order::Copy => {
+                    let view = state::Bytes(state);
+                    let copied: Result<Vec<_>, _> = running
+                        .layout
+                        .segments()
+                        .iter()
+                        .map(|s| running.layout.fill(s.index, &view))
+                        .collect();
+                    let pieces = copied.map_err(|e| Error::Usage(e.to_string()))?;
+                    let (digest, extra) = (state::digest(state)?, state.extra());
+                    running.tell(UserInput::Copied { digest, extra, pieces })?;
+                }
+                Order::Step { step, lineage, world, is_first } => {
+                    running.handed_out = Some(step);
+                    self.is_first = is_first;
+                    return Ok(Some(ActiveStep {
+                        number: step,
+                        lineage,
+                        world,
+                        is_first,
+                        elements: state.gradient_elements(),
+                        engine: running.engine.clone(),
+                        reports: BTreeMap::new(),
+                        weights: BTreeMap::new(),
+                        scratch: BTreeMap::new(),
+                    }));
+                }
+                Order::Ended(release) => {
+                    self.outcome = Some(match release {
+                        Release::Finished => Outcome::Finished,
+                        Release::Drained | Release::Stopped | Release::Evicted { .. } => {
+                            Outcome::Drained
+                        }
+                    });
+                    self.close().await;
+                    return Ok(None);
+                }
+                Order::Failed(error) => {
+                    self.close().await;
+                    return Err(error);
+                }
+            }
+        }
+    }
+
+    /// Delivers what others still need from here and closes all links.
+    async fn close(&mut self) {
+        let Some(mut running) = self.running.take() else { return };
+        if let Some(peers) = &running.peers {
+            peers.close().await;
+        }
+        if let Some(control) = &running.control {
+            control.close().await;
+        }
+        if let Some(background) = running.background.take() {
+            background.shutdown_background();
+        }
+    }
+}
+
+impl Drop for Session {
+    fn drop(&mut self) {
+        // A tokio runtime may not be dropped inside of another one.
+        if let Some(background) = self.running.as_mut().and_then(|r| r.background.take()) {
+            background.shutdown_background();
+        }
+    }
+}
+
+impl Running {
+    fn tell(&self, input: UserInput) -> Result<(), Error> {
+        self.engine.send(Input::User(input)).map_err(|_| Error::Internal("the engine ended"))
+    }
+
+    /// The step handed out last was applied by now: that is what calling `next_step` means.
+    fn tell_applied<S: State + ?Sized>(&mut self, state: &S) -> Result<(), Error> {
+        let Some(step) = self.handed_out.take() else { return Ok(()) };
+        let boundary = step.next();
+        if let Some((_, stands)) = &mut self.stands {
+            *stands = boundary;
+        }
+        let began = clock::now();
+        let digest = state::digest(state)?;
+        if self.first_digest_at.is_none() {
+            self.first_digest_at = Some(began);
+            tracing::debug!(took = ?clock::now().since(began), "digest of the state");
+        }
+        self.tell(UserInput::Applied { boundary, digest })
+    }
+
+    async fn restore<S: State + ?Sized>(
+        &mut self,
+        lineage: Lineage,
+        start: &Start,
+        state: &mut S,
+    ) -> Result<(), Error> {
+        self.handed_out = None;
+        let loaded = match &start.origin {
+            // The program's own state is the initial one only as long as no step was applied to it.
+            Origin::Initial
+                if self.stands.is_none() || self.stands.is_some_and(|(_, s)| s == start.step) =>
+            {
+                Ok(())
+            }
+            Origin::Initial => {
+                Err("the job starts over from the initial state, which this process no longer has"
+                    .to_owned())
+            }
+            Origin::Checkpoint { manifest, hash } => match self.store.clone() {
+                Some(store) => {
+                    start::load_checkpoint(&self.layout, &store, (manifest, *hash), state).await
+                }
+                None => Err(format!(
+                    "the job starts from {manifest}, but this process has no --checkpoint"
+                )),
+            },
+        };
+        let digest = state::digest(state)?;
+        let checked = loaded.and_then(|()| match start.digest.filter(|d| *d != digest) {
+            Some(wanted) => Err(format!("its digest is {digest:#}, not {wanted:#}")),
+            None => Ok(()),
+        });
+        match checked {
+            Ok(()) => {
+                self.stands = Some((lineage, start.step));
+                self.tell(UserInput::Loaded { lineage, applied: start.step, digest })
+            }
+            Err(reason) => self.tell(UserInput::LoadFailed { reason }),
+        }
+    }
+
+    fn load_copy<S: State + ?Sized>(
+        &mut self,
+        state: &mut S,
+        (lineage, applied, digest): (Lineage, Step, types::Digest),
+        extra: serde_json::Value,
+        pieces: &[bytes::Bytes],
+    ) -> Result<(), Error> {
+        let mut loaded = state.set_extra(extra);
+        for (segment, piece) in self.layout.segments().iter().zip(pieces) {
+            let sink =
+                &mut |name: &str, offset: usize, bytes: &[u8]| state.load(name, offset, bytes);
+            let scattered =
+                self.layout.scatter(segment.index, piece, sink).map_err(|e| e.to_string());
+            loaded = loaded.and(scattered);
+        }
+        let ours = state::digest(state)?;
+        if loaded.is_ok() && ours != digest {
+            loaded = Err(format!("the copy's digest is {ours:#}, not {digest:#}"));
+        }
+        match loaded {
+            Ok(()) => {
+                self.stands = Some((lineage, applied));
+                self.tell(UserInput::Loaded { lineage, applied, digest })
+            }
+            Err(reason) => self.tell(UserInput::LoadFailed { reason }),
+        }
+    }
+}
+
+impl std::fmt::Debug for Running {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Running")
+            .field("stands", &self.stands)
+            .field("handed_out", &self.handed_out)
+            .finish_non_exhaustive()
+    }
+}
