@@ -132,7 +132,7 @@ impl Timing {
         self.target / 10
     }
 
-    /// Silence after which a worker is lost, and a coordinator is left for another.
+    /// Silence after which a worker is lost.
     #[must_use]
     pub fn suspicion(self) -> Duration {
         self.target / 2
@@ -141,7 +141,7 @@ impl Timing {
     /// What a worker gets to find a new leader before its silence counts.
     #[must_use]
     pub fn grace(self) -> Duration {
-        self.target * 2
+        self.target * 3
     }
 
     /// Raft's tick.
@@ -168,10 +168,16 @@ impl Timing {
         self.target / 2
     }
 
-    /// How long one try to connect may take.
+    /// Silence after which a leader is left for another coordinator. Longer than a slow disk makes it wait; steps need no leader.
+    #[must_use]
+    pub fn leader_silence(self) -> Duration {
+        self.target
+    }
+
+    /// How long one try to connect may take: a handshake on a busy host.
     #[must_use]
     pub fn dial(self) -> Duration {
-        self.target / 4
+        self.target / 2
     }
 
     /// Shortest pause after all coordinators were tried in vain.
@@ -260,7 +266,7 @@ mod tests {
         let timing = Timing::new(Timing::TARGET_MIN).unwrap();
         assert!(Timing::LOSS_WINDOW <= timing.target() / 4);
         assert!(timing.heartbeat() * 4 < timing.suspicion());
-        assert!(timing.suspicion() + timing.dial() * 3 < timing.grace());
+        assert!(timing.leader_silence() + timing.dial() * 3 < timing.grace());
         assert!(timing.stall() < timing.suspicion());
     }
 }

@@ -9,9 +9,6 @@ mod messages;
 mod status;
 mod watch;
 
-#[cfg(test)]
-mod tests;
-
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::net::SocketAddr;
 
@@ -312,7 +309,7 @@ impl Coordinator {
             }
             Output::Send { to, bytes } => self.actions.push_back(Action::SendRaft { to, bytes }),
             Output::Apply { index, term, data, context } => {
-                self.apply(index, term, &data, &context)
+                self.apply(index, term, &data, &context);
             }
             Output::Restore { image } => self.restore(&image),
             Output::Role { term, is_leader, .. } => self.take_role(term, is_leader),

@@ -122,9 +122,9 @@ mod tests {
     fn a_silent_node_is_lost_once() {
         let mut detector = detector();
         detector.handle_heartbeat(at(100), NodeId(1));
-        assert_eq!(run(&mut detector, 0, 1_900), [(600, NodeId(1))]);
-        detector.handle_heartbeat(at(1_900), NodeId(1));
-        assert_eq!(run(&mut detector, 1_900, 5_000), [(2_000, NodeId(2))]);
+        assert_eq!(run(&mut detector, 0, 2_900), [(600, NodeId(1))]);
+        detector.handle_heartbeat(at(2_900), NodeId(1));
+        assert_eq!(run(&mut detector, 2_900, 5_000), [(3_000, NodeId(2))]);
     }
 
     #[test]

@@ -133,7 +133,7 @@ impl Participant {
                 self.fail(now);
             }
             Link::Connected { key, heard, .. } => {
-                if self.awaits_answer() && now >= heard + self.timing.suspicion() {
+                if self.awaits_answer() && now >= heard + self.timing.leader_silence() {
                     self.actions.push_back(ParticipantAction::Disconnect { key });
                     self.fail(now);
                 } else {
@@ -160,7 +160,7 @@ impl Participant {
             Link::Connected { heard, .. } => {
                 let mut due = Timestamp(u64::MAX);
                 if self.awaits_answer() {
-                    due = due.min(heard + self.timing.suspicion()).min(self.resend_at);
+                    due = due.min(heard + self.timing.leader_silence()).min(self.resend_at);
                 }
                 if self.heartbeat.is_some() { due.min(self.heartbeat_at) } else { due }
             }

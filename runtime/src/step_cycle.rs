@@ -242,6 +242,7 @@ impl StepCycle {
             while self.early_reports.len() > EARLY_WORLDS_MAX {
                 self.early_reports.pop_first();
             }
+            self.drive();
         }
     }
 

@@ -1,8 +1,13 @@
-//! Endpoints and connections over QUIC. The only file that knows quinn.
+//! Endpoints and connections over QUIC. Only this file and its two submodules know quinn.
 //!
 //! Each side opens one stream per lane as soon as it has accepted the other, and [`establish`] waits for those of the peer: so a
 //! connection that was handed out is one that both sides want. Writers are tasks of their own, so that a dropped `send` never leaves
 //! half a frame; readers run in `recv`, so a program that does not read slows its peer down and costs no more than the windows.
+
+mod closing;
+mod socket;
+#[cfg(test)]
+mod tests;
 
 use std::net::{IpAddr, SocketAddr};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -10,6 +15,7 @@ use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use bytes::BufMut as _;
+use quinn::AsyncUdpSocket as _;
 use quinn::crypto::rustls::{HandshakeData, QuicClientConfig, QuicServerConfig};
 use quinn::{
     ClientConfig, EndpointConfig, IdleTimeout, Incoming, MtuDiscoveryConfig, RecvStream,
@@ -23,6 +29,8 @@ use tokio::time::timeout;
 use tracing::debug;
 use types::Digest;
 
+use self::closing::CloseableConfig;
+use self::socket::{Socket, open_socket};
 use crate::frame::{Assembly, Next};
 use crate::identity::fingerprint;
 use crate::queue::{Item, QueueReceiver, QueueSender, queue};
@@ -42,6 +50,8 @@ pub(crate) struct QuicEndpoint {
     idle: Duration,
     accepted: Mutex<mpsc::Receiver<Connection>>,
     acceptor: Option<JoinHandle<()>>,
+    /// Set before all connections are closed at once.
+    closing: Arc<AtomicBool>,
 }
 
 impl QuicEndpoint {
@@ -56,15 +66,16 @@ impl QuicEndpoint {
         let server = tls::server(&identity, enrolment).map_err(refuse)?;
         let server =
             QuicServerConfig::try_from(server).map_err(|error| refuse(error.to_string()))?;
+        let closing = Arc::default();
         let mut server = ServerConfig::with_crypto(Arc::new(server));
         server
-            .transport_config(transport(config))
+            .transport_config(transport(config, &closing))
             .migration(false)
             .max_incoming(MAX_INCOMING)
             .incoming_buffer_size(INCOMING_BYTES)
             .incoming_buffer_size_total(INCOMING_BYTES * MAX_INCOMING as u64);
         let client = tls::client(&identity).map_err(refuse)?;
-        let mut endpoint = Self::open(address, client, Some(server), config)?;
+        let mut endpoint = Self::open(address, client, Some(server), config, closing)?;
         let (sender, receiver) = mpsc::channel(MAX_UNACCEPTED);
         let own = identity.subject().clone();
         endpoint.acceptor = Some(tokio::spawn(accept_all(
@@ -84,7 +95,7 @@ impl QuicEndpoint {
     ) -> Result<Self, EndpointError> {
         let client = tls::enrolling_client(authority)
             .map_err(|reason| EndpointError::Identity { reason })?;
-        Self::open(address, client, None, &Config::default())
+        Self::open(address, client, None, &Config::default(), Arc::default())
     }
 
     pub(crate) fn local_addr(&self) -> SocketAddr {
@@ -124,6 +135,7 @@ impl QuicEndpoint {
     }
 
     pub(crate) fn close(&self, code: u32, reason: &str) {
+        self.closing.store(true, Ordering::Relaxed);
         self.quic.close(code.into(), reason.as_bytes());
     }
 
@@ -164,7 +176,7 @@ impl QuicEndpoint {
         quic: &quinn::Connection,
     ) -> Result<(Subject, Digest), ConnectError> {
         let wrong = |found: String| {
-            quic.close(Refusal::WrongPeer.code(), found.as_bytes());
+            closing::close(quic, Refusal::WrongPeer.code(), &found);
             Err(ConnectError::WrongPeer { address, expected: expect.to_string(), found })
         };
         let Some(der) = peer_certificate(quic) else {
@@ -235,12 +247,13 @@ impl QuicEndpoint {
         client: rustls::ClientConfig,
         server: Option<ServerConfig>,
         config: &Config,
+        closing: Arc<AtomicBool>,
     ) -> Result<Self, EndpointError> {
         tokio::runtime::Handle::try_current().map_err(|_| EndpointError::NoRuntime)?;
         let client = QuicClientConfig::try_from(client)
             .map_err(|error| EndpointError::Identity { reason: error.to_string() })?;
         let mut client = ClientConfig::new(Arc::new(client));
-        client.transport_config(transport(config));
+        client.transport_config(transport(config, &closing));
         let failed = |source| EndpointError::Bind { address, source };
         let socket =
             open_socket(address).and_then(|socket| Socket::new(socket, config)).map_err(failed)?;
@@ -258,6 +271,7 @@ impl QuicEndpoint {
             idle: config.idle_timeout(),
             accepted: Mutex::new(mpsc::channel(1).1),
             acceptor: None,
+            closing,
         })
     }
 }
@@ -369,7 +383,7 @@ impl QuicConnection {
     }
 
     pub(crate) fn close(&self, code: u32, reason: &str) {
-        self.end(code.into(), reason);
+        closing::close(&self.quic, code.into(), reason);
     }
 
     pub(crate) async fn closed(&self) -> ConnectionError {
@@ -399,15 +413,8 @@ impl QuicConnection {
     }
 
     fn break_off(&self, reason: String) -> ConnectionError {
-        self.end(Refusal::Protocol.code(), &reason);
+        closing::close(&self.quic, Refusal::Protocol.code(), &reason);
         self.fault.get_or_init(|| ConnectionError::Protocol { reason }).clone()
-    }
-
-    fn end(&self, code: VarInt, reason: &str) {
-        // Only the first reason counts; quinn would keep the last.
-        if self.quic.close_reason().is_none() {
-            self.quic.close(code, reason.as_bytes());
-        }
     }
 
     fn why_ended(&self) -> ConnectionError {
@@ -435,7 +442,7 @@ impl QuicConnection {
 
 impl Drop for QuicConnection {
     fn drop(&mut self) {
-        self.end(VarInt::from_u32(0), "dropped");
+        closing::close(&self.quic, VarInt::from_u32(0), "dropped");
     }
 }
 
@@ -473,9 +480,7 @@ async fn write_lane(mut stream: SendStream, mut queue: QueueReceiver) {
 async fn establish(quic: &quinn::Connection) -> Result<Lanes, Option<quinn::ConnectionError>> {
     let strange = || {
         let lost = quic.close_reason();
-        if lost.is_none() {
-            quic.close(Refusal::Protocol.code(), STRANGE_LANES.as_bytes());
-        }
+        closing::close(quic, Refusal::Protocol.code(), STRANGE_LANES);
         lost
     };
     let mut outgoing = Vec::with_capacity(2);
@@ -547,7 +552,7 @@ async fn accept_all(
 async fn take(incoming: Incoming, own: &Subject, idle: Duration) -> Result<Connection, String> {
     let quic = incoming.await.map_err(|error| error.to_string())?;
     let refuse = |refusal: Refusal, reason: String| {
-        quic.close(refusal.code(), reason.as_bytes());
+        closing::close(&quic, refusal.code(), &reason);
         Err(reason)
     };
     let protocol =
@@ -596,7 +601,8 @@ fn canonical(address: SocketAddr) -> SocketAddr {
     }
 }
 
-fn transport(config: &Config) -> Arc<TransportConfig> {
+fn transport(config: &Config, closing: &Arc<AtomicBool>) -> Arc<TransportConfig> {
+    let initial_window = INITIAL_WINDOW_PACKETS * u64::from(config.max_mtu());
     let mut discovery = MtuDiscoveryConfig::default();
     discovery.upper_bound(config.max_mtu());
     let mut transport = TransportConfig::default();
@@ -608,6 +614,7 @@ fn transport(config: &Config) -> Arc<TransportConfig> {
         .receive_window(config.connection_window_bytes().into())
         .send_window(config.send_window_bytes().into())
         .initial_rtt(INITIAL_RTT)
+        .congestion_controller_factory(Arc::new(CloseableConfig::new(initial_window, closing)))
         .mtu_discovery_config(Some(discovery))
         .keep_alive_interval(Some(config.keep_alive()))
         .max_idle_timeout(Some(
@@ -640,6 +647,8 @@ const ALERT_NO_APPLICATION_PROTOCOL: u8 = 120;
 
 /// Of one network; the default of 333 ms would make the first lost packet cost a second.
 const INITIAL_RTT: Duration = Duration::from_millis(2);
+/// RFC 9002, section 7.2, for the packets that we hope for.
+const INITIAL_WINDOW_PACKETS: u64 = 10;
 const HANDSHAKE_DEADLINE: Duration = Duration::from_secs(3);
 /// Handshakes at a time; each costs some signatures.
 const MAX_PENDING: usize = 64;
@@ -652,6 +661,3 @@ const INCOMING_BYTES: u64 = 16 << 10;
 const MAX_UNACCEPTED: usize = 256;
 const MAX_REASON_BYTES: usize = 512;
 const STRANGE_LANES: &str = "the other side did not open the lanes of this protocol";
-
-#[cfg(test)]
-mod tests;

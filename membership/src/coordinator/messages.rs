@@ -18,7 +18,7 @@ impl Coordinator {
             ToCoordinator::Join(join) => self.answer_join(peer, join),
             ToCoordinator::Heartbeat(heartbeat) => self.answer_heartbeat(peer, heartbeat),
             ToCoordinator::Lost { node, cause, sequence } => {
-                self.answer_lost(peer, (node, cause), sequence)
+                self.answer_lost(peer, (node, cause), sequence);
             }
             ToCoordinator::Drain { nodes, job, reason, sequence } => {
                 self.answer_drain(peer, (nodes, job, reason), sequence);
@@ -43,7 +43,7 @@ impl Coordinator {
                 }
             }
             ToCoordinator::EnrollWorker { job, csr, sequence } => {
-                self.answer_enroll(peer, job, csr, sequence)
+                self.answer_enroll(peer, job, csr, sequence);
             }
             ToCoordinator::Status { job, sequence } => {
                 let mut status = self.status();
@@ -144,7 +144,7 @@ impl Coordinator {
             job.map(|job| job.spec().job.clone()).filter(|job| may_say && peer.may_speak_for(job));
         match job {
             Some(job) => {
-                self.lose(&job, vec![(node, cause)], String::new(), Some((peer.key, sequence)))
+                self.lose(&job, vec![(node, cause)], String::new(), Some((peer.key, sequence)));
             }
             None => self.send(peer.key, FromCoordinator::Noted { sequence }),
         }

@@ -194,9 +194,9 @@ impl Coordinator {
         leading.watch(now, id);
         for node in job.nodes().keys() {
             if watched {
-                leading.detector.handle_listed(now, *node)
+                leading.detector.handle_listed(now, *node);
             } else {
-                leading.detector.handle_gone(*node)
+                leading.detector.handle_gone(*node);
             }
         }
         let of_job: Vec<ConnectionKey> = {
@@ -243,7 +243,7 @@ impl Coordinator {
                     });
                 }
                 Reply::Refused { code, reason } => {
-                    self.send(key, FromCoordinator::Refused { code, reason })
+                    self.send(key, FromCoordinator::Refused { code, reason });
                 }
                 Reply::Done | Reply::Stale { .. } => {}
             },

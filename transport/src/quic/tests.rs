@@ -1,6 +1,9 @@
+use std::io;
 use std::net::{Ipv4Addr, UdpSocket};
 
 use bytes::{Bytes, BytesMut};
+use quinn::AsyncUdpSocket as _;
+use quinn::udp::Transmit;
 use types::NodeId;
 
 use super::*;
@@ -29,7 +32,7 @@ fn patient() -> Config {
 
 /// A client that says to TLS what it likes.
 fn raw_client(tls: rustls::ClientConfig) -> QuicEndpoint {
-    QuicEndpoint::open(loopback(), tls, None, &patient()).unwrap()
+    QuicEndpoint::open(loopback(), tls, None, &patient(), Arc::default()).unwrap()
 }
 
 /// A raw client with a good certificate, and the connection after the handshake of TLS.

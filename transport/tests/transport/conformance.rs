@@ -173,6 +173,26 @@ on_both_networks! {
         assert_eq!(told.remedy(), Remedy::Regroup);
     }
 
+    async fn a_close_is_told_under_full_load(network) {
+        for _ in 0..5 {
+            let (near, far, _endpoints) = network.connection().await;
+            let chunk = frame(0, MIB);
+            let sender = near.clone();
+            let sending = tokio::spawn(async move {
+                loop {
+                    if let Err(error) = sender.send(Lane::Bulk, chunk.clone()).await { break error }
+                }
+            });
+            for _ in 0..20 {
+                far.recv().await.unwrap();
+            }
+            near.close(42, "generation 7 ended");
+            let told = ConnectionError::ClosedByPeer { code: 42, reason: "generation 7 ended".to_owned() };
+            assert_eq!(far.closed().await, told);
+            assert_eq!(sending.await.unwrap(), ConnectionError::ClosedHere);
+        }
+    }
+
     async fn dropping_the_last_clone_closes(network) {
         let (near, far, _endpoints) = network.connection().await;
         let clone = near.clone();
