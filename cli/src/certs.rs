@@ -42,7 +42,7 @@ pub(crate) fn run(command: CertsCommand, output: OutputFormat) -> anyhow::Result
             let fingerprint = ripstop::certificates::init(&dir)?;
             match output {
                 OutputFormat::Json => {
-                    print(&json!({"dir": dir, "fingerprint": fingerprint}).to_string())
+                    print(&json!({"dir": dir, "fingerprint": fingerprint}).to_string());
                 }
                 OutputFormat::Text => {
                     print(&format!(

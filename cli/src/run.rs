@@ -120,7 +120,7 @@ pub(crate) struct RunArgs {
     /// Admit members whose numeric fingerprint differs; the run is then marked as not bit-exact.
     #[arg(long)]
     allow_mixed: bool,
-    /// Where to serve /metrics, /livez and /readyz.
+    /// Where to serve /metrics, /livez and /readyz; the workers' own are at the ports after it.
     #[arg(long, value_name = "IP:PORT")]
     http: Option<SocketAddr>,
     /// Write what happened and when, as NDJSON, into this folder.

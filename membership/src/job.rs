@@ -320,6 +320,10 @@ impl Job {
                 format!("job {} lists {} workers already", self.spec.job, self.nodes.len()),
             ));
         }
+        if self.nodes.is_empty() {
+            // A fleet that starts the job anew brings its own bounds.
+            self.spec = join.spec.clone();
+        }
         let Join { address, host, found, .. } = join.clone();
         self.nodes.insert(node, Listed { address, host, found, draining: None });
         Ok(true)
@@ -616,19 +620,14 @@ impl Job {
     }
 }
 
-/// The first setting in which two specs of a job differ: its name and both values.
+/// The first setting in which two specs differ of those that mean another job: its name and both values. How many members it may have
+/// and how often it is saved are not among them: a job goes on with whatever fleet there is.
 fn difference(ours: &JobSpec, theirs: &JobSpec) -> Option<(&'static str, String, String)> {
     let texts = |s: &JobSpec| {
         [
             ("virtual_ranks", s.virtual_ranks.to_string()),
-            ("min_members", s.min_members.to_string()),
-            ("expected_members", s.expected_members.to_string()),
-            ("max_members", s.max_members.to_string()),
             ("total_steps", s.total_steps.map_or("none".to_owned(), |n| n.to_string())),
-            (
-                "checkpoint_every",
-                s.checkpoint_every.map_or("none".to_owned(), |d| format!("{d:?}")),
-            ),
+            ("checkpoint", if s.checkpoint_every.is_some() { "a store" } else { "no store" }.to_owned()),
         ]
     };
     let pairs = texts(ours).into_iter().zip(texts(theirs));

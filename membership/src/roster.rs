@@ -227,13 +227,11 @@ impl Roster {
             let reason = format!("node {node} is a worker of job {} already", other.spec().job);
             return refuse(USAGE, reason);
         }
-        if !self.jobs.contains_key(id) {
-            if let Err(reason) = join.spec.check() {
-                return refuse(USAGE, reason);
-            }
-            if self.jobs.len() >= Self::JOBS_MAX {
-                return refuse(USAGE, format!("there are {} jobs already", self.jobs.len()));
-            }
+        if let Err(reason) = join.spec.check() {
+            return refuse(USAGE, reason);
+        }
+        if !self.jobs.contains_key(id) && self.jobs.len() >= Self::JOBS_MAX {
+            return refuse(USAGE, format!("there are {} jobs already", self.jobs.len()));
         }
         let job = self.jobs.entry(id.clone()).or_insert_with(|| Job::new(join));
         let was_mixed = job.is_mixed();

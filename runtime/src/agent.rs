@@ -257,6 +257,7 @@ impl Agent {
             config.job.clone(),
             identity.authority().clone(),
             folder.path(),
+            config.http,
         );
         let unacknowledged = BTreeSet::new();
         Ok(Self {
@@ -341,7 +342,6 @@ impl Agent {
     async fn note(&mut self, event: &Event) {
         match event {
             Event::Started { slot, attempt, node, pid } => {
-                tracing::info!(slot = slot.0, %node, pid, attempt, "worker started");
                 self.metrics.workers.inc();
                 if *attempt > 0 {
                     self.metrics.restarts.inc();
@@ -355,7 +355,7 @@ impl Agent {
                 tracing::error!(slot = slot.0, attempt, %reason, "a worker can't be started");
             }
             Event::Draining { slot, node } => {
-                tracing::info!(slot = slot.0, %node, "worker asked to leave")
+                tracing::info!(slot = slot.0, %node, "worker asked to leave");
             }
             Event::Exited { slot, node, exit, noticed_at } => {
                 self.metrics.workers.dec();
@@ -368,11 +368,8 @@ impl Agent {
                     json!({"slot": slot.0, "worker": node, "cause": cause.to_string(), "noticed_ns": noticed_at}),
                 );
                 let is_orderly = matches!(exit, Exit::Code(code) if *code == 0 || *code == i32::from(ExitCode::REQUEUE));
-                if is_orderly {
-                    tracing::info!(slot = slot.0, %node, %cause, "worker ended");
-                } else {
+                if !is_orderly {
                     self.metrics.deaths.inc();
-                    tracing::warn!(slot = slot.0, %node, %cause, "worker died");
                 }
                 let lost = ToCoordinator::Lost { node: *node, cause, sequence: 0 };
                 self.unacknowledged.extend(self.control.ask(lost).await);

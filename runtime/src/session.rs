@@ -129,7 +129,7 @@ impl Session {
             };
             match order {
                 Order::Restore { lineage, start } => {
-                    running.restore(lineage, &start, state).await?
+                    running.restore(lineage, &start, state).await?;
                 }
                 Order::Load { lineage, applied, digest, extra, pieces } => {
                     running.load_copy(state, (lineage, applied, digest), extra, &pieces)?;

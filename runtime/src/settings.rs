@@ -30,6 +30,7 @@ pub struct Settings {
     pub(crate) host: String,
     pub(crate) allow_mixed: bool,
     pub(crate) trace_dir: Option<PathBuf>,
+    pub(crate) http: Option<SocketAddr>,
     pub(crate) fingerprint: BTreeMap<String, String>,
     pub(crate) chunk_bytes: usize,
     pub(crate) handles_signals: bool,
@@ -80,6 +81,7 @@ impl Settings {
             host: host_name(),
             allow_mixed: false,
             trace_dir: None,
+            http: None,
             fingerprint: BTreeMap::new(),
             chunk_bytes: CHUNK_BYTES_DEFAULT,
             handles_signals: true,
@@ -131,6 +133,10 @@ impl Settings {
         settings.allow_mixed =
             value("RIPSTOP_ALLOW_MIXED").is_some_and(|v| v == "1" || v == "true");
         settings.trace_dir = value("RIPSTOP_TRACE_DIR").map(PathBuf::from);
+        if let Some(at) = value("RIPSTOP_HTTP") {
+            let at = at.parse().map_err(|_| Error::Settings(format!("RIPSTOP_HTTP={at} is no IP:PORT")))?;
+            settings.http = Some(at);
+        }
         if let Some(bytes) = number(&value, "RIPSTOP_CHUNK_BYTES")? {
             settings.chunk_bytes = bytes as usize;
         }

@@ -122,7 +122,7 @@ pub struct StepCycle {
     lowest: Step,
     operations: BTreeMap<Step, Operation>,
     /// Nodes of a step that this member has not begun: whether they start from its state is not known yet.
-    quarantine: BTreeMap<Step, BTreeMap<(Chunk, TreeNode), (NodeId, Digest)>>,
+    quarantine: BTreeMap<Step, Quarantined>,
     finals: BTreeMap<Step, BTreeSet<Chunk>>,
     handed_out: BTreeSet<VirtualRank>,
     offered_ready: Option<Step>,
@@ -155,6 +155,9 @@ struct Entry {
     holdings: BTreeMap<Chunk, Vec<Holding>>,
     bound: BTreeSet<Chunk>,
 }
+
+/// Nodes and who sent them, with the digest of the state that they start from.
+type Quarantined = BTreeMap<(Chunk, TreeNode), (NodeId, Digest)>;
 
 /// How many steps of finals are kept for followers and laggards at most.
 pub const FOLLOW_STEPS_MAX: u64 = 64;
@@ -450,7 +453,9 @@ impl StepCycle {
     #[must_use]
     pub fn is_recomputed(&self, rank: VirtualRank) -> bool {
         let was_served_by = self.former.as_ref().and_then(|w| w.server(rank));
-        let is_change = self.entry.as_ref().is_some_and(|e| Some(e.live) == self.applied());
+        let Some((world, step)) = self.world.as_ref().zip(self.applied()) else { return false };
+        let is_mid_step = world.from.is_none_or(|from| from < step);
+        let is_change = is_mid_step && self.entry.as_ref().is_some_and(|e| e.live == step);
         is_change && was_served_by.is_some_and(|n| n != self.me)
     }
 

@@ -15,7 +15,7 @@ use crate::clock;
 
 /// Where a process writes what it saw; cheap to clone.
 #[derive(Clone, Debug, Default)]
-pub struct Trace {
+pub(crate) struct Trace {
     file: Option<Arc<Mutex<Option<File>>>>,
     node: NodeId,
 }
@@ -25,13 +25,13 @@ impl Trace {
     ///
     /// # Errors
     /// If the file can't be opened.
-    pub fn open(path: &Path, node: NodeId) -> std::io::Result<Self> {
+    pub(crate) fn open(path: &Path, node: NodeId) -> std::io::Result<Self> {
         let file = File::options().create(true).append(true).open(path)?;
         Ok(Self { file: Some(Arc::new(Mutex::new(Some(file)))), node })
     }
 
     /// Writes one event; `fields` is a JSON object.
-    pub fn event(&self, kind: &str, mut fields: Value) {
+    pub(crate) fn event(&self, kind: &str, mut fields: Value) {
         let Some(file) = &self.file else { return };
         let now = clock::now();
         if let Value::Object(map) = &mut fields {

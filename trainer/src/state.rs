@@ -28,7 +28,13 @@ impl TrainState {
     pub fn new(config: &TrainerConfig, model: &Model) -> Self {
         let zeros = vec![0.0; model.layout().values()];
         Self {
-            config: config.clone(),
+            // Only what decides bits: members may differ in the rest.
+            config: TrainerConfig {
+                data: None,
+                leaf_ms: 0,
+                sample_bytes: TrainerConfig::default().sample_bytes,
+                ..config.clone()
+            },
             layout: Arc::clone(model.layout()),
             sections: [model.initial_parameters(), zeros.clone(), zeros],
             applied: Step(0),

@@ -1,6 +1,7 @@
 //! Gets each worker a certificate of its own, through the agent's connection. The worker never sees the join token.
 
 use std::collections::BTreeMap;
+use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -24,6 +25,8 @@ pub(crate) struct Identities {
     job: JobId,
     authority: Bytes,
     folder: PathBuf,
+    /// Where the agent serves HTTP; its workers take the ports after it.
+    http: Option<SocketAddr>,
     state: Arc<Mutex<State>>,
 }
 
@@ -35,8 +38,14 @@ struct State {
 }
 
 impl Identities {
-    pub(crate) fn new(control: ControlHandle, job: JobId, authority: Bytes, folder: &Path) -> Self {
-        Self { control, job, authority, folder: folder.to_path_buf(), state: Arc::default() }
+    pub(crate) fn new(
+        control: ControlHandle,
+        job: JobId,
+        authority: Bytes,
+        folder: &Path,
+        http: Option<SocketAddr>,
+    ) -> Self {
+        Self { control, job, authority, folder: folder.to_path_buf(), http, state: Arc::default() }
     }
 
     pub(crate) fn handle_enrolled(&self, sequence: u64, node: NodeId, certificate: Bytes) {
@@ -79,13 +88,16 @@ impl Identities {
 }
 
 impl Prepare for Identities {
-    async fn prepare(&self, _slot: Slot, _attempt: u32) -> Result<Prepared, PrepareError> {
+    async fn prepare(&self, slot: Slot, _attempt: u32) -> Result<Prepared, PrepareError> {
         let (node, path) = self.enrol().await.map_err(|(code, reason)| PrepareError {
             code: ExitCode::of(Exit::Code(i32::from(code)), RequeueCode::default()),
             reason,
         })?;
-        let environment =
-            BTreeMap::from([("RIPSTOP_IDENTITY".to_owned(), path.display().to_string())]);
+        let mut environment = BTreeMap::from([("RIPSTOP_IDENTITY".to_owned(), path.display().to_string())]);
+        let port = self.http.and_then(|at| at.port().checked_add(1)?.checked_add(u16::try_from(slot.0).ok()?));
+        if let Some((at, port)) = self.http.zip(port) {
+            environment.insert("RIPSTOP_HTTP".to_owned(), SocketAddr::new(at.ip(), port).to_string());
+        }
         Ok(Prepared { node, environment })
     }
 }

@@ -21,7 +21,7 @@ use crate::error::Error;
 
 /// Speaks to the coordinators; cheap to clone.
 #[derive(Clone, Debug)]
-pub struct ControlHandle {
+pub(crate) struct ControlHandle {
     commands: mpsc::UnboundedSender<Command>,
 }
 
@@ -34,17 +34,17 @@ enum Command {
 
 impl ControlHandle {
     /// The signs of life to give from now on.
-    pub fn heartbeat(&self, heartbeat: Heartbeat) {
+    pub(crate) fn heartbeat(&self, heartbeat: Heartbeat) {
         let _ = self.commands.send(Command::Heartbeat(heartbeat));
     }
 
     /// Says something until it is acknowledged or pointless.
-    pub fn request(&self, message: ToCoordinator) {
+    pub(crate) fn request(&self, message: ToCoordinator) {
         let _ = self.commands.send(Command::Request { message: Box::new(message), reply: None });
     }
 
     /// The same; the answer carries the sequence number returned here.
-    pub async fn ask(&self, message: ToCoordinator) -> Option<u64> {
+    pub(crate) async fn ask(&self, message: ToCoordinator) -> Option<u64> {
         let (reply, sequence) = oneshot::channel();
         let _ =
             self.commands.send(Command::Request { message: Box::new(message), reply: Some(reply) });
@@ -52,12 +52,12 @@ impl ControlHandle {
     }
 
     /// Asks that a node may leave in good order.
-    pub fn drain(&self, node: NodeId, job: JobId, reason: String) {
+    pub(crate) fn drain(&self, node: NodeId, job: JobId, reason: String) {
         self.request(ToCoordinator::Drain { nodes: vec![node], job, reason, sequence: 0 });
     }
 
     /// Closes the connection, after what was said last was delivered.
-    pub async fn close(&self) {
+    pub(crate) async fn close(&self) {
         let (reply, done) = oneshot::channel();
         let _ = self.commands.send(Command::Close { reply });
         let _ = tokio::time::timeout(CLOSE_DEADLINE * 2, done).await;
@@ -66,22 +66,22 @@ impl ControlHandle {
 
 /// How a control connection is made.
 #[derive(Debug)]
-pub struct ControlConfig {
+pub(crate) struct ControlConfig {
     /// Where the coordinators listen.
-    pub coordinators: Vec<SocketAddr>,
+    pub(crate) coordinators: Vec<SocketAddr>,
     /// Who we are.
-    pub identity: Arc<Identity>,
+    pub(crate) identity: Arc<Identity>,
     /// The one knob of time.
-    pub recovery_target: Duration,
+    pub(crate) recovery_target: Duration,
     /// What a worker joins with.
-    pub join: Option<Join>,
+    pub(crate) join: Option<Join>,
 }
 
 /// Starts the control thread; `sink` hears what the coordinators say and must not block.
 ///
 /// # Errors
 /// If the endpoint or the thread can't be made.
-pub fn start(
+pub(crate) fn start(
     config: ControlConfig,
     sink: impl Fn(ParticipantEvent) + Send + 'static,
 ) -> Result<ControlHandle, Error> {
@@ -113,6 +113,7 @@ pub fn start(
                             endpoint,
                             events,
                             links: BTreeMap::new(),
+                            dialling: None,
                             sink,
                             target: config.recovery_target,
                         };
@@ -140,6 +141,8 @@ struct Driver<S> {
     endpoint: Endpoint,
     events: mpsc::UnboundedSender<LinkEvent>,
     links: BTreeMap<ConnectionKey, Link>,
+    /// The connection that is being made and still wanted.
+    dialling: Option<ConnectionKey>,
     sink: S,
     target: Duration,
 }
@@ -205,7 +208,11 @@ impl<S: Fn(ParticipantEvent) + Send + 'static> Driver<S> {
     fn handle(&mut self, event: LinkEvent) {
         let now = clock::now();
         match event {
+            LinkEvent::Up { key, connection } if self.dialling != Some(key) => {
+                connection.close(0, "too late");
+            }
             LinkEvent::Up { key, connection } => {
+                self.dialling = None;
                 let (out, messages) = mpsc::unbounded_channel();
                 tokio::spawn(write(connection.clone(), messages));
                 tokio::spawn(read(key, connection.clone(), self.events.clone()));
@@ -220,7 +227,7 @@ impl<S: Fn(ParticipantEvent) + Send + 'static> Driver<S> {
                 self.participant.handle_disconnected(now, key);
             }
             LinkEvent::Message { key, message } => {
-                self.participant.handle_message(now, key, *message)
+                self.participant.handle_message(now, key, *message);
             }
         }
     }
@@ -229,6 +236,7 @@ impl<S: Fn(ParticipantEvent) + Send + 'static> Driver<S> {
         while let Some(action) = self.participant.poll_action() {
             match action {
                 ParticipantAction::Connect { key, address } => {
+                    self.dialling = Some(key);
                     let (endpoint, events, target) =
                         (self.endpoint.clone(), self.events.clone(), self.target);
                     tokio::spawn(async move {
@@ -241,6 +249,7 @@ impl<S: Fn(ParticipantEvent) + Send + 'static> Driver<S> {
                     });
                 }
                 ParticipantAction::Disconnect { key } => {
+                    self.dialling.take_if(|dialling| *dialling == key);
                     if let Some(link) = self.links.remove(&key) {
                         link.connection.close(0, "going to another coordinator");
                     }
@@ -272,7 +281,7 @@ async fn read(
     while let Ok((_, frame)) = connection.recv().await {
         match decode::<FromCoordinator>(&frame.head) {
             Ok(message) => {
-                drop(events.send(LinkEvent::Message { key, message: Box::new(message) }))
+                drop(events.send(LinkEvent::Message { key, message: Box::new(message) }));
             }
             Err(error) => tracing::warn!(%error, "a message of the coordinators is dropped"),
         }

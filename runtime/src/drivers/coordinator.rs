@@ -17,10 +17,10 @@ use membership::{
 };
 use tokio::sync::mpsc;
 use transport::{CertificateAuthority, Connection, Endpoint, Expect, Frame, Lane, Role, Subject};
-use types::{NodeId, decode, encode};
+use types::{NodeId, Timestamp, decode, encode};
 
 use crate::clock;
-use crate::credentials::{self, EnrolAnswer, EnrolRequest};
+use crate::credentials::{EnrolAnswer, EnrolRequest};
 use crate::durable_log::DurableLog;
 use crate::error::Error;
 use crate::metrics::{CoordinatorMetrics, Metrics};
@@ -146,6 +146,7 @@ impl CoordinatorHandle {
                     ready,
                     trace,
                     was_leader: false,
+                    status_at: Timestamp::default(),
                 };
                 driver.run(&received)
             })
@@ -212,6 +213,8 @@ struct Driver {
     ready: Arc<std::sync::atomic::AtomicBool>,
     trace: Trace,
     was_leader: bool,
+    /// When the members are counted next: that walks all of them.
+    status_at: Timestamp,
 }
 
 struct Open {
@@ -399,7 +402,9 @@ impl Driver {
             );
             tracing::info!(term = %self.machine.term(), is_leader, "role changed");
         }
-        if is_leader {
+        let now = clock::now();
+        if is_leader && now >= self.status_at {
+            self.status_at = now + STATUS_EVERY;
             let status: ClusterStatus = self.machine.status();
             for job in &status.jobs {
                 let members = job.members.iter().filter(|m| m.rank.is_some()).count();
@@ -542,6 +547,7 @@ fn role_from_machine(role: membership::Role) -> Role {
     }
 }
 
+const STATUS_EVERY: Duration = Duration::from_millis(500);
 const INPUTS_PER_TURN: usize = 256;
 const RAFT_QUEUE_FRAMES: usize = 1024;
 const CONTROL_QUEUE_MESSAGES: usize = 4096;
@@ -580,9 +586,4 @@ pub fn authority_for(
     let authority = CertificateAuthority::load(given).map_err(reason)?;
     authority.save(&kept).map_err(reason)?;
     Ok(authority)
-}
-
-/// The endpoint settings of clients.
-pub(crate) fn client_config(recovery_target: Duration) -> Result<transport::Config, Error> {
-    credentials::endpoint_config(recovery_target)
 }

@@ -160,7 +160,7 @@ impl Engine {
     pub(crate) fn run(parts: Parts) {
         let mut engine = Self {
             cycle: StepCycle::new(parts.me, parts.chunks.chunks()),
-            buffers: Buffers::new(parts.chunks.clone(), parts.settings.virtual_ranks),
+            buffers: Buffers::new(parts.chunks, parts.settings.virtual_ranks),
             is_user_waiting: false,
             wish: None,
             restore: None,
@@ -244,12 +244,12 @@ impl Engine {
                 self.unreachable_since.get_or_insert(since);
             }
             ParticipantEvent::Refused { code, reason } => {
-                self.failure = Some(Error::Refused { code, reason })
+                self.failure = Some(Error::Refused { code, reason });
             }
             ParticipantEvent::World(world) => self.handle_world(world),
             ParticipantEvent::Intent(intent) => self.handle_intent(intent),
             ParticipantEvent::Publish { attempt, receipts } => {
-                self.handle_publish(attempt, receipts)
+                self.handle_publish(attempt, receipts);
             }
             ParticipantEvent::Committed { attempt, step, .. } => {
                 self.parts.metrics.checkpoint_step.set(i64::try_from(step.0).unwrap_or(i64::MAX));

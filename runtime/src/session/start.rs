@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 
 use collectives::ChunkLayout;
 use membership::{Fingerprint, FoundCheckpoint, JobSpec, Join};
@@ -69,6 +70,16 @@ pub(super) async fn start<S: State + ?Sized>(
         })?,
         None => Trace::default(),
     };
+    let metrics = Metrics::default();
+    if let Some(at) = settings.http {
+        let (served, ready) = (metrics.clone(), Arc::new(AtomicBool::new(true)));
+        // A port that is taken must not end training: the metrics are missing then, and it is said.
+        drop(background.spawn(async move {
+            if let Err(error) = crate::http::serve(at, served, ready).await {
+                tracing::warn!(%error, "metrics are not served");
+            }
+        }));
+    }
     let parts = Parts {
         me,
         settings: settings.clone(),
@@ -82,7 +93,7 @@ pub(super) async fn start<S: State + ?Sized>(
         sender: sender.clone(),
         orders: orders_in,
         trace: trace.clone(),
-        metrics: WorkerMetrics::new(&Metrics::default()),
+        metrics: WorkerMetrics::new(&metrics),
     };
     if settings.handles_signals {
         signals::forward(sender.clone());

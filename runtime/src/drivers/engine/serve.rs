@@ -1,5 +1,7 @@
 //! What the engine tells the user's thread, and how a follower gets a copy of the state.
 
+use std::sync::Arc;
+
 use bytes::Bytes;
 use membership::Release;
 use serde_json::json;
@@ -92,7 +94,7 @@ impl Engine {
             return Some(Order::Ended(release));
         }
         let step = self.cycle.applied()?;
-        let world = self.cycle.world()?.clone();
+        let world = Arc::clone(self.cycle.world()?);
         if !self.followers_waiting.is_empty() && self.cycle.entered().is_some() {
             return Some(Order::Copy);
         }
