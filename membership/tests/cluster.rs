@@ -192,7 +192,11 @@ fn when_all_are_lost_the_job_restarts_from_the_newest_commit() {
     let (mut cluster, nodes) = training(&job, 2);
     cluster.run_until(S * 5, "a commit", |c| !c.kinds("checkpoint_committed").is_empty());
     nodes.iter().for_each(|n| cluster.kill_worker(*n));
+    cluster.run(S);
+    let entries = cluster.machine().commit_index();
     cluster.run(S * 2);
+    let more = cluster.machine().commit_index() - entries;
+    assert!(more < 20, "with nobody left the log rests, but it grew by {more}");
     let committed = cluster.machine().roster().job(&job.job).unwrap().committed().unwrap().clone();
     let fresh = [cluster.spawn(&job), cluster.spawn(&job)];
     cluster.run_until(S * 3, "a restart", |c| c.world(&job.job).lineage == Lineage(2));
@@ -209,6 +213,28 @@ fn when_all_are_lost_the_job_restarts_from_the_newest_commit() {
             == Lineage(1)
             || boundary(&cluster, fresh[0]) > committed.step
     );
+}
+
+/// Found by killing real workers: the leader decided for ever on a checkpoint that the log refused, and heard nobody any more.
+#[test]
+fn with_nobody_left_of_a_new_lineage_the_log_rests() {
+    let mut job = spec("demo", (1, 2, 8));
+    job.checkpoint_every = Some(ms(500));
+    let (mut cluster, nodes) = training(&job, 2);
+    cluster.run_until(S * 5, "a commit", |c| !c.kinds("checkpoint_committed").is_empty());
+    nodes.iter().for_each(|n| cluster.kill_worker(*n));
+    cluster.run(S);
+    let fresh = [cluster.spawn(&job), cluster.spawn(&job)];
+    cluster.run_until(S * 3, "a restart", |c| c.world(&job.job).lineage == Lineage(2));
+    cluster.run_until(S * 3, "it is entered", |c| {
+        c.machine().roster().job(&job.job).unwrap().entered() == Some(c.world(&job.job).generation)
+    });
+    fresh.iter().for_each(|n| cluster.kill_worker(*n));
+    cluster.run(S * 2);
+    let entries = cluster.machine().commit_index();
+    cluster.run(S * 2);
+    let more = cluster.machine().commit_index() - entries;
+    assert!(more < 20, "the log grew by {more}");
 }
 
 #[test]

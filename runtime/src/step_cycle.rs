@@ -113,6 +113,8 @@ pub struct StepCycle {
     reports: BTreeMap<NodeId, Report>,
     early_reports: BTreeMap<Generation, BTreeMap<NodeId, Report>>,
     is_reported: bool,
+    /// The newest generation for which this member reported: its finals are of that one.
+    served: Option<Generation>,
     entry: Option<Entry>,
     state: Option<StateMark>,
     /// Own digests at the last boundaries.
@@ -178,6 +180,7 @@ impl StepCycle {
             reports: BTreeMap::new(),
             early_reports: BTreeMap::new(),
             is_reported: false,
+            served: None,
             entry: None,
             state: None,
             digests: BTreeMap::new(),
@@ -199,13 +202,16 @@ impl StepCycle {
         if known.is_some_and(|g| world.generation <= g) || world.check().is_err() {
             return;
         }
-        if let Some(start) = world.start.clone().filter(|_| self.lineage() != Some(world.lineage)) {
+        let is_listed = world.has_member(self.me) || world.has_follower(self.me);
+        if self.world.is_none() && !is_listed {
+            return; // a joiner hears of what was before it
+        }
+        if self.lineage() != Some(world.lineage) {
             self.forget();
-            self.actions.push_back(Action::Restore { lineage: world.lineage, start });
-            self.adopt(world);
-        } else if self.lineage().is_some_and(|l| l != world.lineage) {
-            // A later world of a lineage whose first world was missed: only its first world says how to start.
-            self.forget();
+            // Members alone begin with the start: others may be far ahead of it when a follower hears of it, so it takes a copy.
+            if let Some(start) = world.start.clone().filter(|_| world.has_member(self.me)) {
+                self.actions.push_back(Action::Restore { lineage: world.lineage, start });
+            }
             self.adopt(world);
         } else if world
             .from
@@ -385,7 +391,7 @@ impl StepCycle {
         self.begin_boundary(boundary, digest);
         let is_change = self.entry.as_ref().is_some_and(|e| boundary <= e.live.next());
         if is_change || !self.is_member() {
-            self.tell_progress();
+            self.tell_progress(self.listed().collect());
         }
     }
 
@@ -548,6 +554,8 @@ impl StepCycle {
         let early = std::mem::take(&mut self.early_reports);
         let actions = std::mem::take(&mut self.actions);
         *self = Self { early_reports: early, actions, counters, ..Self::new(me, chunks) };
+        let all = Step(u64::MAX);
+        self.actions.extend([Action::DropNodes { step: all }, Action::DropFinals { step: all }]);
     }
 
     fn adopt(&mut self, world: Arc<World>) {
@@ -573,12 +581,18 @@ impl StepCycle {
         for (node, step) in applied {
             self.note_applied(node, step);
         }
+        if let Some(state) = self.state {
+            // It may have been out, and be needed again.
+            self.note_applied(self.me, state.applied);
+        }
         for operation in self.operations.values_mut() {
             operation.suspend();
         }
         self.actions.push_back(Action::Adopted { generation });
         if self.is_excluded() {
             self.actions.push_back(Action::Excluded { generation });
+            // Followers of the former world still wait for its boundary.
+            self.tell_progress(self.listed().collect());
         }
         self.enter();
     }
@@ -590,6 +604,7 @@ impl StepCycle {
             return;
         }
         self.is_reported = true;
+        self.served = Some(world.generation);
         let others: Vec<NodeId> =
             world.nodes().chain(self.leaving.iter().copied()).filter(|n| *n != self.me).collect();
         for node in others {
@@ -651,6 +666,8 @@ impl StepCycle {
         self.actions.push_back(Action::Entered { generation: world.generation });
         self.note_divergence();
         self.pass_finals(&world, lowest, live);
+        // Followers count the boundaries of members; where nobody steps, no final tells them.
+        self.tell_progress(world.followers.iter().map(|f| f.node).collect());
         self.plan_operations();
         self.retain_finals();
         self.drive();
@@ -762,14 +779,24 @@ impl StepCycle {
             self.entry.is_some()
                 && world.nodes().all(|n| self.known_applied.get(&n).is_some_and(|a| *a >= step))
         } else {
-            let is_applied =
-                |n| self.known_applied.get(&n).copied().unwrap_or(Step(0)).max(self.lowest) > step;
-            world.has_follower(self.me) && world.nodes().all(is_applied)
+            world.has_follower(self.me) && self.is_applied_by_members(world.as_ref(), step)
         };
         if all && may_apply && self.offered_ready != Some(step) {
             self.offered_ready = Some(step);
             self.actions.push_back(Action::Ready { step });
         }
+    }
+
+    /// Whether a follower may take it that the members have applied a step. Where worlds between
+    /// the present and the planned one were not heard of here, the planned one tells who of the present one may be gone.
+    fn is_applied_by_members(&self, world: &World, step: Step) -> bool {
+        let is_applied =
+            |n: NodeId| self.known_applied.get(&n).copied().unwrap_or(Step(0)).max(self.lowest) > step;
+        let missed = |p: &&World| p.generation > world.generation.next();
+        let pending = self.pending.as_deref().filter(missed);
+        let stays = |n: &NodeId| pending.is_none_or(|p| p.has_member(*n));
+        let mut listed = world.nodes().chain(pending.into_iter().flat_map(World::nodes));
+        world.nodes().filter(stays).all(is_applied) && listed.any(|n| n != self.me && is_applied(n))
     }
 
     fn note_applied(&mut self, node: NodeId, applied: Step) {
@@ -831,22 +858,28 @@ impl StepCycle {
         }
     }
 
-    fn tell_progress(&mut self) {
+    /// Members and followers of the present world.
+    fn listed(&self) -> impl Iterator<Item = NodeId> {
+        let world = self.world.iter();
+        world.flat_map(|w| w.nodes().chain(w.followers.iter().map(|f| f.node)))
+    }
+
+    fn tell_progress(&mut self, to: Vec<NodeId>) {
         let Some((world, state)) = self.world.clone().zip(self.state) else { return };
         let (lineage, applied) = (world.lineage, state.applied);
-        let others =
-            world.nodes().chain(world.followers.iter().map(|f| f.node)).filter(|n| *n != self.me);
-        for node in others.collect::<Vec<_>>() {
+        let me = self.me;
+        for node in to.into_iter().filter(|n| *n != me) {
             self.send(node, PeerFrame::Progress { lineage, applied, state: state.digest });
         }
     }
 
     fn send_final(&mut self, to: NodeId, step: Step, chunk: Chunk) {
-        let Some(world) = &self.world else { return };
+        // Who is out offers what it has under the world that it served: members of a later one count on reports alone.
+        let Some((world, generation)) = self.world.as_ref().zip(self.served) else { return };
         let lowest =
             world.nodes().map(|n| self.known_applied.get(&n).copied().unwrap_or(Step(0))).min();
         let name = FinalName {
-            generation: world.generation,
+            generation,
             lineage: world.lineage,
             step,
             chunk,

@@ -247,6 +247,8 @@ impl Coordinator {
                 }
                 Reply::Done | Reply::Stale { .. } => {}
             },
+            // What the log did not take is looked at again with the next tick: at once it would be decided alike, and go round for ever.
+            Purpose::Decide(_) if matches!(reply, Reply::Stale { .. } | Reply::Refused { .. }) => {}
             Purpose::Decide(_) | Purpose::Enter | Purpose::Record => {
                 self.dirty.extend(pending.job);
             }

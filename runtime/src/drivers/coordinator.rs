@@ -296,7 +296,8 @@ impl Driver {
     }
 
     fn drain(&mut self) -> Result<(), Error> {
-        while let Some(action) = self.machine.poll_action() {
+        for _ in 0..ACTIONS_PER_TURN {
+            let Some(action) = self.machine.poll_action() else { break };
             match action {
                 Action::Persist { number, write, sync } => {
                     let began = clock::now();
@@ -547,6 +548,8 @@ fn role_from_machine(role: membership::Role) -> Role {
     }
 }
 
+/// Whatever the machine wants, inputs are heard in between.
+const ACTIONS_PER_TURN: usize = 4096;
 const STATUS_EVERY: Duration = Duration::from_millis(500);
 const INPUTS_PER_TURN: usize = 256;
 const RAFT_QUEUE_FRAMES: usize = 1024;

@@ -43,14 +43,14 @@ pub(super) struct Coordinator {
 
 impl Coordinator {
     pub(super) fn new(virtual_ranks: VirtualRanks, total: Step, rng: &mut Rng) -> Self {
-        let max_members = rng.within(2, 6) as usize;
+        let max_members = (rng.within(2, 6) as usize).min(virtual_ranks.count() as usize);
         Self {
             worlds: Vec::new(),
             living: BTreeSet::new(),
             draining: BTreeSet::new(),
             left: BTreeSet::new(),
-            min_members: rng.within(1, 2) as usize,
-            max_members: max_members.min(virtual_ranks.count() as usize),
+            min_members: (rng.within(1, 2) as usize).min(max_members),
+            max_members,
             is_pausing: false,
             checkpoint: None,
             virtual_ranks,

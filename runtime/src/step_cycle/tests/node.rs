@@ -274,7 +274,7 @@ impl Node {
     }
 
     fn wants_state(&self) -> bool {
-        let is_follower = |w: &Arc<World>| w.has_follower(self.id) && w.start.is_none();
+        let is_follower = |w: &Arc<World>| w.has_follower(self.id);
         self.cycle.world().is_some_and(is_follower)
             && self.cycle.applied().is_none()
             && self.restore.is_none()
@@ -426,8 +426,6 @@ impl Node {
                 Action::DropNodes { step } => self.nodes.retain(|(s, ..), _| *s > step),
                 Action::DropFinals { step } => self.finals.retain(|(s, _), _| *s > step),
                 Action::Restore { lineage, start } => {
-                    self.nodes.clear();
-                    self.finals.clear();
                     self.followers_waiting.clear();
                     self.fetched = None;
                     self.restore = Some((lineage, start));

@@ -21,6 +21,10 @@ pub(super) type Trace = Rc<RefCell<VecDeque<String>>>;
 pub(super) fn run(seed: u64, trace: Option<Trace>) -> Summary {
     let mut simulation = Simulation::new(seed, trace);
     simulation.run();
+    for node in simulation.nodes.values() {
+        simulation.summary.passed += node.cycle.counters().passed_finals;
+        simulation.summary.recomputed += node.cycle.counters().recomputed_leaves;
+    }
     simulation.summary
 }
 
@@ -34,9 +38,22 @@ pub(super) struct Summary {
     pub(super) restarts: u64,
     pub(super) joined: u64,
     pub(super) drained: u64,
-    pub(super) recomputed: u64,
     pub(super) passed: u64,
-    pub(super) finals_fetched: u64,
+    pub(super) recomputed: u64,
+}
+
+impl Summary {
+    pub(super) fn add(&mut self, other: Self) {
+        self.events += other.events;
+        self.worlds += other.worlds;
+        self.crashes += other.crashes;
+        self.evictions += other.evictions;
+        self.restarts += other.restarts;
+        self.joined += other.joined;
+        self.drained += other.drained;
+        self.passed += other.passed;
+        self.recomputed += other.recomputed;
+    }
 }
 
 #[derive(Debug)]
@@ -106,7 +123,10 @@ struct Simulation {
 
 /// No fault, and nothing finished, for so long: something hangs.
 const PATIENCE: u64 = 400_000;
+/// Workers tell how they are, and ask for what they lack.
 const TICK: u64 = 400;
+/// Lines that a failing seed prints.
+const TRACE_LINES: usize = 60;
 const NODES_MAX: u64 = 24;
 
 impl Simulation {
@@ -193,7 +213,7 @@ impl Simulation {
         if let Some(trace) = &self.trace {
             let mut trace = trace.borrow_mut();
             trace.push_back(format!("{:>7} {}", self.now, line()));
-            while trace.len() > 60 {
+            if trace.len() > TRACE_LINES {
                 trace.pop_front();
             }
         }
@@ -207,7 +227,6 @@ impl Simulation {
                     return;
                 }
                 self.log(|| format!("{from} -> {to} {}", describe_frame(&frame)));
-                self.summary.finals_fetched += u64::from(matches!(frame, PeerFrame::Final(_)));
                 self.with(to, |node| node.handle_frame(from, frame, body));
             }
             Event::LinkUp { pair } => self.link_up(pair),
@@ -218,7 +237,8 @@ impl Simulation {
                     None => states.values().next().unwrap().clone(),
                 };
                 let Some(worker) = self.nodes.get_mut(&node) else { return };
-                let (before, user) = (worker.cycle.applied(), worker.user.clone());
+                let before = worker.cycle.applied().zip(worker.cycle.world().cloned());
+                let user = worker.user.clone();
                 worker.handle_done(load);
                 self.log(|| format!("{node} has done {}", describe_user(&user)));
                 if matches!(user, User::Busy(Work::Apply { .. }, _)) {
@@ -228,7 +248,8 @@ impl Simulation {
             }
             Event::Tick { node } => self.tick(node),
             Event::World { node, world } => {
-                if self.nodes.contains_key(&node) {
+                let is_news = |n: &Node| n.cycle.newest_generation() < Some(world.generation);
+                if self.nodes.get(&node).is_some_and(is_news) {
                     self.log(|| format!("{node} hears of {world}"));
                     self.with(node, |n| n.handle_world(world));
                 }
@@ -369,8 +390,11 @@ impl Simulation {
     // The coordinator and the workers' ears.
 
     fn tick(&mut self, node: NodeId) {
-        let Some(worker) = self.nodes.get(&node) else { return };
+        if !self.nodes.contains_key(&node) {
+            return;
+        }
         self.at(TICK, Event::Tick { node });
+        let worker = &self.nodes[&node];
         if let Some((lineage, state)) = worker.cycle.lineage().zip(worker.cycle.applied()) {
             let beat = Beat {
                 entered: worker.cycle.entered(),
@@ -551,24 +575,30 @@ impl Simulation {
 
     /// Agreement is asked of those whom the coordinator counts on: who died or was evicted with a state of its own binds nobody.
     fn is_counted(&self, node: NodeId) -> bool {
-        self.coordinator.living.contains(&node) && !self.zombies.contains(&node)
+        let newest = self.coordinator.newest();
+        newest.is_some_and(|w| w.has_member(node) || w.has_follower(node))
+            && self.coordinator.living.contains(&node)
+            && !self.zombies.contains(&node)
     }
 
-    fn check_applied(&mut self, node: NodeId, before: Option<Step>) {
+    fn check_applied(&mut self, node: NodeId, before: Option<(Step, Arc<World>)>) {
         let worker = &self.nodes[&node];
         let (lineage, state) = worker.state.as_ref().unwrap();
         let (lineage, boundary, digest) = (*lineage, state.boundary, state.digest);
-        if before.map(Step::next) != Some(boundary) || worker.cycle.lineage() != Some(lineage) {
+        let is_live = |(at, world): &(Step, Arc<World>)| {
+            at.next() == boundary && world.lineage == lineage
+        };
+        let Some((_, world)) = before.filter(is_live) else {
             return; // the lineage ended meanwhile
-        }
+        };
         if !self.is_impure {
             let expected = &self.reference[boundary.0 as usize];
             assert_eq!(digest, expected.digest, "node {node} at {boundary}: other bits");
         }
         self.states.insert((boundary, digest), state.clone());
         // Lag: nobody applies a step before all members have applied the one before.
-        let world = Arc::clone(worker.cycle.world().unwrap());
-        for other in world.nodes().filter(|n| *n != node) {
+        let is_entered = worker.cycle.entered() == Some(world.generation);
+        for other in world.nodes().filter(|n| is_entered && *n != node) {
             let Some(other) = self.nodes.get(&other) else { continue };
             if let Some((l, s)) = &other.state
                 && *l == lineage
