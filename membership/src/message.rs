@@ -321,7 +321,7 @@ pub enum FromCoordinator {
     },
     /// It will never be done as asked: exit with this code.
     Refused {
-        /// Exit code: 64 usage, 70 our bug, 76 incompatible, 77 token refused.
+        /// Exit code: 64 usage, 70 our bug, 76 incompatible, 78 wrong token or certificate.
         code: u8,
         /// Why, and what to do.
         reason: String,

@@ -182,12 +182,12 @@ impl Roster {
     ) -> (Reply, Touched) {
         let used = self.tokens.get(&token).copied().unwrap_or(0);
         if used >= uses {
-            let reason = format!("join token used up: it was good for {uses}; ask for a new one");
+            let reason = format!("the join token is used up: it was good for {uses}; make one by `ripstop certs token --dir DIR --uses N`");
             log.push("refused", job, reason.clone());
             return (Reply::Refused { code: BAD_TOKEN, reason }, Touched::Nothing);
         }
         if used == 0 && self.tokens.len() >= Self::TOKENS_MAX {
-            let reason = "too many join tokens are in use: make fewer, with more uses".to_owned();
+            let reason = "too many join tokens are in use: make fewer, with more --uses".to_owned();
             return (Reply::Refused { code: BAD_TOKEN, reason }, Touched::Nothing);
         }
         self.tokens.insert(token, used + 1);
@@ -530,8 +530,8 @@ fn list(nodes: &[NodeId]) -> String {
     nodes.iter().map(NodeId::to_string).collect::<Vec<_>>().join(", ")
 }
 
-/// Exit code of a node that may not come in.
-const BAD_TOKEN: u8 = 77;
+/// Exit code of a wrong token: a matter of configuration, that another node would not cure.
+const BAD_TOKEN: u8 = 78;
 /// Ids above it could not be counted on from.
 const NODE_ID_MAX: u64 = u64::MAX / 2;
 

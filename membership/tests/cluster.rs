@@ -456,7 +456,7 @@ fn a_used_up_token_is_refused() {
         cluster.enroll_by_token([7; 16], 2);
         cluster.run(ms(100));
     }
-    let [Ok(first), Ok(second), Err(FromCoordinator::Refused { code: 77, reason })] =
+    let [Ok(first), Ok(second), Err(FromCoordinator::Refused { code: 78, reason })] =
         &cluster.enroll_answers[..]
     else {
         panic!("{:?}", cluster.enroll_answers);

@@ -77,7 +77,7 @@ impl Session {
         reason = "joining may come to wait here; callers should not have to change then"
     )]
     pub async fn join(settings: Settings) -> Result<Self, Error> {
-        Ok(Self { settings, running: None, outcome: None, is_first: true })
+        Ok(Self { settings, running: None, outcome: None, is_first: false })
     }
 
     /// The settings of this session.

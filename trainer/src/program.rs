@@ -68,6 +68,8 @@ pub async fn train(
     let outcome = session.outcome().unwrap_or(Outcome::Drained);
     if outcome == Outcome::Finished && session.is_first() {
         printer.end(config, &model, &state)?;
+    } else if outcome == Outcome::Finished && printer.tokens == 0 {
+        tracing::warn!("the job was finished before this process joined it: take another --run-id to train anew");
     }
     Ok(outcome)
 }

@@ -264,5 +264,5 @@ const DRAIN_MAX: usize = 16_384;
 const CSR_MAX: usize = 16 << 10;
 /// Events in one answer.
 const EVENTS_PAGE: usize = 256;
-/// Exit code of a node that may not do this.
-const NO_PERMISSION: u8 = 77;
+/// Exit code of a node whose certificate does not allow this: a matter of configuration.
+const NO_PERMISSION: u8 = 78;
