@@ -127,12 +127,7 @@ pub(crate) struct RunArgs {
     #[arg(long, value_name = "DIR")]
     trace_dir: Option<PathBuf>,
     /// The program and its arguments.
-    #[arg(
-        trailing_var_arg = true,
-        allow_hyphen_values = true,
-        required = true,
-        value_name = "PROGRAM"
-    )]
+    #[arg(trailing_var_arg = true, required = true, value_name = "PROGRAM")]
     program: Vec<OsString>,
 }
 
@@ -265,5 +260,31 @@ impl std::str::FromStr for Workers {
             .and_then(NonZeroU32::new)
             .map(Self)
             .ok_or_else(|| format!("{text:?}: write a number of workers, auto or cpu"))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser;
+
+    use super::*;
+
+    #[derive(Debug, Parser)]
+    struct Program {
+        #[command(flatten)]
+        run: RunArgs,
+    }
+
+    #[test]
+    fn flags_before_the_program_are_ours_and_those_after_it_are_its_own() {
+        for words in [&["train", "--steps", "3"][..], &["--", "train", "--steps", "3"]] {
+            let all = [&["run", "--standalone"], words].concat();
+            assert_eq!(Program::parse_from(all).run.program, ["train", "--steps", "3"]);
+        }
+        for words in [&["--bogus", "train"][..], &["--bogus", "--", "train"], &["-z", "train"], &[]]
+        {
+            let all = [&["run", "--standalone"], words].concat();
+            assert!(Program::try_parse_from(all).is_err(), "{words:?}");
+        }
     }
 }

@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::Sender;
 
 use collectives::LeafReport;
@@ -25,6 +26,8 @@ pub struct ActiveStep {
     pub(crate) reports: BTreeMap<VirtualRank, BTreeMap<String, f64>>,
     pub(crate) weights: BTreeMap<VirtualRank, u64>,
     pub(crate) scratch: BTreeMap<VirtualRank, Vec<f32>>,
+    /// Set once the sum was given out: only then does calling `next_step` mean that it was applied.
+    pub(crate) is_finished: Arc<AtomicBool>,
 }
 
 impl ActiveStep {
@@ -110,7 +113,9 @@ impl ActiveStep {
     pub async fn finish(self) -> Result<Sum, Error> {
         let (reply, answer) = oneshot::channel();
         self.tell(UserInput::Finish { step: self.number, reply })?;
-        answer.await.map_err(|_| Error::Internal("the engine ended"))?
+        let sum = answer.await.map_err(|_| Error::Internal("the engine ended"))??;
+        self.is_finished.store(true, Ordering::Release);
+        Ok(sum)
     }
 
     fn give(&mut self, rank: VirtualRank, gradients: Vec<f32>) -> Result<(), Error> {

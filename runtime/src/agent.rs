@@ -117,12 +117,21 @@ pub fn run(config: AgentConfig) -> Result<ExitCode, Error> {
         None => (config.coordinators.clone(), config.token.clone().ok_or_else(no_token)?),
     };
     let code = runtime.block_on(async {
-        let identity =
-            credentials::enrol(&token, &coordinators, config.coordinator_timeout).await?;
+        let context = "listening to signals";
+        let mut signals =
+            Signals::listen().map_err(|e| Error::Transport { context, reason: e.to_string() })?;
+        let identity = tokio::select! {
+            identity = credentials::enrol(&token, &coordinators, config.coordinator_timeout) => identity?,
+            // Nothing was started yet, so there is nothing to leave behind.
+            signal = signals.next() => {
+                tracing::info!(%signal, "leaving before joining");
+                return Ok(ExitCode::of(Exit::Code(i32::from(ExitCode::REQUEUE)), config.requeue));
+            }
+        };
         if let Some(cluster) = &cluster {
             cluster.leave_contact(&folder)?;
         }
-        Agent::start(config, coordinators, identity, &folder)?.run().await
+        Agent::start(config, coordinators, identity, &folder)?.run(signals).await
     });
     runtime.shutdown_timeout(Duration::from_millis(500));
     if let Some(cluster) = cluster {
@@ -273,7 +282,7 @@ impl Agent {
         })
     }
 
-    async fn run(mut self) -> Result<ExitCode, Error> {
+    async fn run(mut self, mut signals: Signals) -> Result<ExitCode, Error> {
         let context = "starting the workers";
         let output = Output::start(self.config.output.clone(), Console::own())
             .map_err(|e| Error::Transport { context, reason: e.to_string() })?;
@@ -282,8 +291,6 @@ impl Agent {
         let workers =
             Workers::new(self.workers_config(), output, self.identities.clone(), event_sender)
                 .map_err(|e| Error::Transport { context, reason: e.to_string() })?;
-        let mut signals =
-            Signals::listen().map_err(|e| Error::Transport { context, reason: e.to_string() })?;
         let mut running = tokio::spawn(workers.run(received));
         let code = loop {
             tokio::select! {

@@ -4,6 +4,7 @@ mod start;
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::Sender;
 
 use membership::Release;
@@ -62,7 +63,7 @@ struct Running {
     /// The boundary at which the program's state stands, and its lineage.
     stands: Option<(Lineage, Step)>,
     /// The step that was handed out last.
-    handed_out: Option<Step>,
+    handed_out: Option<(Step, Arc<AtomicBool>)>,
     first_digest_at: Option<Timestamp>,
 }
 
@@ -157,7 +158,8 @@ impl Session {
                     running.tell(UserInput::Copied { digest, extra, pieces })?;
                 }
                 Order::Step { step, lineage, world, is_first } => {
-                    running.handed_out = Some(step);
+                    let is_finished = Arc::new(AtomicBool::new(false));
+                    running.handed_out = Some((step, Arc::clone(&is_finished)));
                     self.is_first = is_first;
                     return Ok(Some(ActiveStep {
                         number: step,
@@ -169,6 +171,7 @@ impl Session {
                         reports: BTreeMap::new(),
                         weights: BTreeMap::new(),
                         scratch: BTreeMap::new(),
+                        is_finished,
                     }));
                 }
                 Order::Ended(release) => {
@@ -218,9 +221,12 @@ impl Running {
         self.engine.send(Input::User(input)).map_err(|_| Error::Internal("the engine ended"))
     }
 
-    /// The step handed out last was applied by now: that is what calling `next_step` means.
+    /// The step handed out last was applied by now, if its sum was: that is what calling `next_step` means.
     fn tell_applied<S: State + ?Sized>(&mut self, state: &S) -> Result<(), Error> {
-        let Some(step) = self.handed_out.take() else { return Ok(()) };
+        let Some((step, is_finished)) = self.handed_out.take() else { return Ok(()) };
+        if !is_finished.load(Ordering::Acquire) {
+            return Ok(());
+        }
         let boundary = step.next();
         if let Some((_, stands)) = &mut self.stands {
             *stands = boundary;

@@ -243,9 +243,13 @@ impl Supervisor {
         worker.heal(healthy, config.heal_after);
         let may_restart = self.stage == Stage::Working
             && Fate::of(outcome.code) == Fate::Crashed
-            && worker.restarts_spent < config.max_restarts;
+            && worker.restarts_spent < config.max_restarts
+            && !self.outcomes.iter().any(|outcome| outcome.code == ExitCode::Done);
         if !may_restart {
             self.end(slot, outcome);
+            if self.stage == Stage::Working && outcome.code == ExitCode::Done {
+                self.cancel_restarts();
+            }
             return;
         }
         worker.restarts_spent += 1;
@@ -267,6 +271,15 @@ impl Supervisor {
         let code =
             if self.is_finished { ExitCode::Done } else { ExitCode::Requeue(self.config.requeue) };
         self.end(slot, Outcome { code, is_exit: false });
+    }
+
+    /// Whoever ends with 0 has seen the job finish: who comes back now finds nothing to do. Those that were never started still are.
+    fn cancel_restarts(&mut self) {
+        for slot in (0..self.config.slots.get()).map(Slot) {
+            if matches!(self.workers[slot.0 as usize].phase, Phase::Waiting { .. }) {
+                self.cancel(slot);
+            }
+        }
     }
 
     /// Asks all to leave within `time`; called again it only brings the deadline forward.

@@ -206,7 +206,10 @@ impl Engine {
     fn handle(&mut self, input: Input) {
         match input {
             Input::Frame { from, frame } => self.handle_frame(from, frame),
-            Input::LinkUp { node } => self.cycle.handle_link_up(node),
+            Input::LinkUp { node } => {
+                self.cycle.handle_link_up(node);
+                self.handle_source_up(node);
+            }
             Input::Alone(world) => self.handle_world(world),
             Input::Control(event) => self.handle_control(event),
             Input::User(call) => self.handle_user(call),

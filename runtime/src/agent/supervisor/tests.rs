@@ -410,6 +410,18 @@ fn a_finished_job_restarts_nobody_and_is_done() {
 }
 
 #[test]
+fn once_a_worker_has_finished_nobody_is_started_again() {
+    let mut agent = Agent::of(3);
+    agent.exit(1, Exit::Signal(9));
+    agent.exit(1, Exit::Signal(9));
+    assert!(agent.machine.poll_timeout().is_some(), "the second restart waits");
+    agent.code(0, 0);
+    assert_eq!((agent.machine.poll_timeout(), agent.code), (None, None));
+    agent.exit(2, Exit::Signal(9));
+    assert_eq!((agent.starts(1), agent.starts(2), agent.code), (2, 1, Some(ExitCode::Done)));
+}
+
+#[test]
 fn a_signal_after_the_jobs_end_limits_what_comes_after() {
     let mut agent = Agent::of(1);
     agent.machine.handle_released(agent.now, Release::Finished);

@@ -18,6 +18,7 @@ use crate::step_cycle::{Envelope, PeerFrame};
 pub(super) struct Fetch {
     source: NodeId,
     asked: Timestamp,
+    repeated: Timestamp,
     offer: Option<Offer>,
     pieces: Offered,
     attempts: u32,
@@ -49,7 +50,7 @@ impl Engine {
 
     fn answer_wish(&mut self, step: Step, reply: tokio::sync::oneshot::Sender<RankReply>) {
         let is_void = self.failure.is_some()
-            || matches!(self.release, Some(Release::Evicted { .. }))
+            || self.release.is_some()
             || self.restore.is_some()
             || self.cycle.applied() != Some(step)
             || self.cycle.is_excluded();
@@ -127,11 +128,16 @@ impl Engine {
         if !is_needed || world.start.is_some() {
             return;
         }
-        let patience = self.parts.settings.recovery_target * 10;
+        let target = self.parts.settings.recovery_target;
+        let patience = target * 10;
         let attempts = match &self.fetch {
             Some(fetch)
                 if world.has_member(fetch.source) && clock::now().since(fetch.asked) < patience =>
             {
+                // The request may have met a link that was not up yet. Asked twice is copied once.
+                if fetch.offer.is_none() && clock::now().since(fetch.repeated) >= target {
+                    self.repeat_request();
+                }
                 return;
             }
             Some(fetch) => fetch.attempts + 1,
@@ -145,6 +151,7 @@ impl Engine {
         self.fetch = Some(Fetch {
             source,
             asked: clock::now(),
+            repeated: clock::now(),
             offer: None,
             pieces: Offered::new(),
             attempts,
@@ -153,6 +160,20 @@ impl Engine {
             node: source,
             frame: PeerFrame::StateRequest { lineage: world.lineage },
         });
+    }
+
+    /// A link is up: if it is the one to the source of the state, the request goes out again.
+    pub(super) fn handle_source_up(&mut self, node: NodeId) {
+        if self.fetch.as_ref().is_some_and(|f| f.source == node && f.offer.is_none()) {
+            self.repeat_request();
+        }
+    }
+
+    fn repeat_request(&mut self) {
+        let Some((fetch, lineage)) = self.fetch.as_mut().zip(self.cycle.lineage()) else { return };
+        fetch.repeated = clock::now();
+        let node = fetch.source;
+        self.send(Envelope { node, frame: PeerFrame::StateRequest { lineage } });
     }
 
     pub(super) fn handle_state_request(&mut self, from: NodeId, lineage: Lineage) {
