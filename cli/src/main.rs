@@ -135,9 +135,12 @@ fn exit_code(error: &anyhow::Error) -> u8 {
 }
 
 /// Prints data.
-#[expect(clippy::print_stdout, reason = "stdout is where a command's data goes")]
+/// A reader that has gone (as `head` goes) ends the command quietly.
 pub(crate) fn print(text: &str) {
-    println!("{text}");
+    use std::io::Write;
+    if writeln!(std::io::stdout(), "{text}").is_err() {
+        std::process::exit(0);
+    }
 }
 
 /// Prints one clear line for a person.

@@ -266,7 +266,7 @@ impl Agent {
             config.job.clone(),
             identity.authority().clone(),
             folder.path(),
-            config.http,
+            (config.http, config.coordinator_timeout),
         );
         let unacknowledged = BTreeSet::new();
         Ok(Self {

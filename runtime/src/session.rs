@@ -10,7 +10,9 @@ use std::sync::mpsc::Sender;
 use membership::Release;
 use storage::Layout;
 use tokio::sync::mpsc;
-use types::{Lineage, Origin, Start, Step, Timestamp};
+use types::{Lineage, Origin, Start, Step, Timestamp, VirtualRanks};
+
+use self::start::LoadError;
 
 use crate::active_step::ActiveStep;
 use crate::clock;
@@ -56,6 +58,7 @@ struct Running {
     orders: mpsc::UnboundedReceiver<Order>,
     layout: Arc<Layout>,
     store: Option<storage::Store>,
+    virtual_ranks: VirtualRanks,
     peers: Option<PeersHandle>,
     control: Option<ControlHandle>,
     background: Option<tokio::runtime::Runtime>,
@@ -254,22 +257,26 @@ impl Running {
             {
                 Ok(())
             }
-            Origin::Initial => {
-                Err("the job starts over from the initial state, which this process no longer has"
-                    .to_owned())
-            }
+            Origin::Initial => Err(LoadError::Damaged(
+                "the job starts over from the initial state, which this process no longer has".to_owned(),
+            )),
             Origin::Checkpoint { manifest, hash } => match self.store.clone() {
                 Some(store) => {
-                    start::load_checkpoint(&self.layout, &store, (manifest, *hash), state).await
+                    let what = (manifest.as_str(), *hash, self.virtual_ranks);
+                    start::load_checkpoint(&self.layout, &store, what, state).await
                 }
-                None => Err(format!(
+                None => Err(LoadError::Incompatible(format!(
                     "the job starts from {manifest}, but this process has no --checkpoint"
-                )),
+                ))),
             },
         };
         let digest = state::digest(state)?;
         let checked = loaded.and_then(|()| match start.digest.filter(|d| *d != digest) {
-            Some(wanted) => Err(format!("its digest is {digest:#}, not {wanted:#}")),
+            // All bytes are as they were written, so it is the program that makes another state of them.
+            Some(wanted) => Err(LoadError::Incompatible(format!(
+                "with these settings of the program the checkpoint gives state {digest:#}, not {wanted:#}: give the flags that it \
+                 was trained with, or another --run-id"
+            ))),
             None => Ok(()),
         });
         match checked {
@@ -277,7 +284,12 @@ impl Running {
                 self.stands = Some((lineage, start.step));
                 self.tell(UserInput::Loaded { lineage, applied: start.step, digest })
             }
-            Err(reason) => self.tell(UserInput::LoadFailed { reason }),
+            Err(LoadError::Incompatible(reason)) => {
+                self.tell(UserInput::LoadFailed { reason, is_incompatible: true })
+            }
+            Err(LoadError::Damaged(reason)) => {
+                self.tell(UserInput::LoadFailed { reason, is_incompatible: false })
+            }
         }
     }
 
@@ -305,7 +317,7 @@ impl Running {
                 self.stands = Some((lineage, applied));
                 self.tell(UserInput::Loaded { lineage, applied, digest })
             }
-            Err(reason) => self.tell(UserInput::LoadFailed { reason }),
+            Err(reason) => self.tell(UserInput::LoadFailed { reason, is_incompatible: false }),
         }
     }
 }

@@ -117,6 +117,9 @@ pub struct StepCycle {
     served: Option<Generation>,
     entry: Option<Entry>,
     state: Option<StateMark>,
+    /// Whether all members of a world are known to have reached a boundary of this state. What a follower copied from a member that was
+    /// ahead of the others may be gone with that member.
+    is_level: bool,
     /// Own digests at the last boundaries.
     digests: BTreeMap<Step, Digest>,
     known_applied: BTreeMap<NodeId, Step>,
@@ -125,7 +128,8 @@ pub struct StepCycle {
     operations: BTreeMap<Step, Operation>,
     /// Nodes of a step that this member has not begun: whether they start from its state is not known yet.
     quarantine: BTreeMap<Step, Quarantined>,
-    finals: BTreeMap<Step, BTreeSet<Chunk>>,
+    /// The final chunks held, with the generation that said so.
+    finals: BTreeMap<Step, BTreeMap<Chunk, Generation>>,
     handed_out: BTreeSet<VirtualRank>,
     offered_ready: Option<Step>,
     actions: VecDeque<Action>,
@@ -183,6 +187,7 @@ impl StepCycle {
             served: None,
             entry: None,
             state: None,
+            is_level: false,
             digests: BTreeMap::new(),
             known_applied: BTreeMap::new(),
             lowest: Step(0),
@@ -213,14 +218,13 @@ impl StepCycle {
                 self.actions.push_back(Action::Restore { lineage: world.lineage, start });
             }
             self.adopt(world);
-        } else if world
-            .from
-            .is_some_and(|from| self.world.is_some() && self.applied().is_none_or(|a| a < from))
-        {
+        } else if world.from.is_some_and(|from| self.applied().is_some_and(|a| a < from)) {
+            // Who has no state serves nothing before it, and needs the newest members to get one.
             self.pending = Some(world);
         } else {
             self.adopt(world);
         }
+        self.drive();
     }
 
     /// The state is loaded: the start of a lineage, or a copy that a follower fetched.
@@ -228,6 +232,12 @@ impl StepCycle {
         if self.lineage() != Some(lineage) {
             return;
         }
+        let is_ahead = |n: NodeId| self.known_applied.get(&n).is_some_and(|at| *at < applied);
+        let is_held = |w: &Arc<World>| w.held && w.has_follower(self.me);
+        if self.world.as_ref().is_some_and(|w| is_held(w) && w.nodes().any(is_ahead)) {
+            return; // a copy of somebody who is gone: where nobody steps, nobody gets there again
+        }
+        self.is_level = false;
         self.finals.retain(|step, _| *step >= applied);
         self.begin_boundary(applied, digest);
     }
@@ -252,12 +262,15 @@ impl StepCycle {
                 self.early_reports.pop_first();
             }
             self.drive();
+            self.drive();
         }
     }
 
     /// A node arrived. Nodes are good in every generation of their lineage, if they start from this member's own state.
     pub fn handle_node(&mut self, from: NodeId, name: NodeName) -> Verdict {
-        let is_near = |applied: Step| name.step == applied || name.step == applied.next();
+        // Members are at most one step apart, but a follower that takes the place of a dead member may be some steps behind.
+        let is_near =
+            |at: Step| name.step >= at && name.step.0 <= at.0.saturating_add(FOLLOW_STEPS_MAX);
         let Some(state) =
             self.state.filter(|s| is_near(s.applied) && self.lineage() == Some(name.lineage))
         else {
@@ -306,7 +319,13 @@ impl StepCycle {
         } else if !is_member {
             self.lowest = self.lowest.max(name.lowest);
         }
-        let is_new = self.finals.entry(name.step).or_default().insert(name.chunk);
+        let held = self.finals.entry(name.step).or_default();
+        // What a member holds binds it. To a follower a later world's word counts for more: who said the other may have died with it.
+        let is_better = |g: &Generation| !is_member && *g < name.generation;
+        let is_new = held.get(&name.chunk).is_none_or(is_better);
+        if is_new {
+            held.insert(name.chunk, name.generation);
+        }
         if let Some(operation) = self.operations.get_mut(&name.step) {
             operation.handle_final(name.chunk);
         }
@@ -326,10 +345,14 @@ impl StepCycle {
         if self.lineage() != Some(lineage) {
             return;
         }
-        if self.digests.get(&applied).is_some_and(|ours| *ours != state) {
+        let is_other = self.digests.get(&applied).is_some_and(|ours| *ours != state);
+        if is_other {
             self.diverged(from, applied, state);
         }
         self.note_applied(from, applied);
+        if self.is_astray(from, is_other) {
+            self.forget_state();
+        }
         self.retain_finals();
         self.drive();
     }
@@ -345,8 +368,9 @@ impl StepCycle {
         if self.lineage() != Some(lineage) {
             return;
         }
+        self.tell_progress(vec![from]);
         let held: Vec<Chunk> = match self.finals.get(&step) {
-            Some(held) => held.intersection(chunks).copied().collect(),
+            Some(held) => held.keys().filter(|c| chunks.contains(c)).copied().collect(),
             None => return,
         };
         for chunk in held {
@@ -367,7 +391,7 @@ impl StepCycle {
     /// The shell has finished a chunk that this member owns: it is final now, and goes to everybody.
     pub fn handle_finished(&mut self, step: Step, chunk: Chunk) {
         let Some(world) = self.world.clone() else { return };
-        self.finals.entry(step).or_default().insert(chunk);
+        self.finals.entry(step).or_default().insert(chunk, world.generation);
         if let Some(operation) = self.operations.get_mut(&step) {
             operation.handle_final(chunk);
         }
@@ -408,7 +432,7 @@ impl StepCycle {
         let known = self.known_applied.get(&node).copied().unwrap_or(Step(0));
         let members: Vec<NodeId> = world.nodes().collect();
         let held: Vec<(Step, Chunk)> =
-            self.finals.range(known..).flat_map(|(s, cs)| cs.iter().map(|c| (*s, *c))).collect();
+            self.finals.range(known..).flat_map(|(s, cs)| cs.keys().map(|c| (*s, *c))).collect();
         for (step, chunk) in held {
             let is_mine =
                 collectives::owner(chunk, &members) == self.me || self.is_passer(step, chunk);
@@ -439,20 +463,28 @@ impl StepCycle {
         self.actions.pop_front()
     }
 
-    /// What this follower should ask for: the finals of its next step that it lacks although others have applied it.
+    /// What this follower should ask for: the finals of its next step that it lacks although others have applied it; or, where it
+    /// waits for a member's boundary alone, nothing but that, which is told with each answer.
     #[must_use]
     pub fn missing_finals(&self) -> Option<(NodeId, PeerFrame)> {
         let (world, step) = (self.world.as_ref()?, self.applied()?);
-        let ahead = self
-            .known_applied
-            .iter()
-            .find(|(n, a)| world.has_member(**n) && **a > step && **n != self.me)?;
+        let pending = self.pending.as_deref();
+        let stays = |n: &NodeId| *n != self.me && pending.is_none_or(|p| p.has_member(*n));
+        let planned = pending.into_iter().flat_map(World::nodes);
+        let asked: Vec<NodeId> = world.nodes().chain(planned).filter(stays).collect();
+        let known =
+            |n: &NodeId| self.known_applied.get(n).copied().unwrap_or(Step(0)).max(self.lowest);
         let held = self.finals.get(&step);
-        let chunks: BTreeSet<Chunk> =
-            (0..self.chunks).map(Chunk).filter(|c| !held.is_some_and(|h| h.contains(c))).collect();
-        let request = PeerFrame::FinalRequest { lineage: world.lineage, step, chunks };
-        (!matches!(&request, PeerFrame::FinalRequest { chunks, .. } if chunks.is_empty()))
-            .then_some((*ahead.0, request))
+        let chunks: BTreeSet<Chunk> = (0..self.chunks)
+            .map(Chunk)
+            .filter(|c| !held.is_some_and(|h| h.contains_key(c)))
+            .collect();
+        let waits = |n: &&NodeId| known(n) < step || (known(n) == step && chunks.is_empty());
+        let node = match asked.iter().find(|n| known(n) > step) {
+            Some(ahead) if !chunks.is_empty() => ahead,
+            _ => asked.iter().find(waits)?,
+        };
+        Some((*node, PeerFrame::FinalRequest { lineage: world.lineage, step, chunks }))
     }
 
     /// Whether a virtual rank of the present step came to this member by a change in mid-step.
@@ -514,9 +546,9 @@ impl StepCycle {
         self.state.map(|s| s.digest)
     }
 
-    /// Own digests at the newest boundaries, oldest first.
+    /// Own digests at the newest boundaries, oldest first; none of a follower whose state is not known to be that of all members yet.
     pub fn digests(&self) -> impl Iterator<Item = (Step, Digest)> {
-        self.digests.iter().map(|(s, d)| (*s, *d))
+        self.digests.iter().filter(|_| self.is_level).map(|(s, d)| (*s, *d))
     }
 
     /// Whether the present world lists this node as a member.
@@ -547,6 +579,27 @@ impl StepCycle {
     #[must_use]
     pub fn highest_known(&self) -> Option<Step> {
         self.known_applied.values().copied().max()
+    }
+
+    /// Whether this follower has the state of a member that was ahead of the others and died: then it takes another copy.
+    fn is_astray(&self, teller: NodeId, is_other: bool) -> bool {
+        let world = self.world.as_ref().filter(|w| w.has_member(teller) && w.has_follower(self.me));
+        let Some((world, state)) = world.zip(self.state) else { return false };
+        let is_behind = |n: NodeId| self.known_applied.get(&n).is_some_and(|a| *a < state.applied);
+        // Once level it may be on its way into a world, and keeps what it has.
+        !self.is_level && (is_other || (world.held && world.nodes().all(is_behind)))
+    }
+
+    fn forget_state(&mut self) {
+        if let Some(state) = self.state.take() {
+            self.actions.push_back(Action::DropNodes { step: state.applied.next() });
+        }
+        self.digests.clear();
+        self.operations.clear();
+        self.quarantine.clear();
+        self.handed_out.clear();
+        self.offered_ready = None;
+        self.known_applied.remove(&self.me);
     }
 
     fn forget(&mut self) {
@@ -585,6 +638,9 @@ impl StepCycle {
             // It may have been out, and be needed again.
             self.note_applied(self.me, state.applied);
         }
+        if !self.is_level && world.from.is_none() && world.has_follower(self.me) {
+            self.forget_state();
+        }
         for operation in self.operations.values_mut() {
             operation.suspend();
         }
@@ -603,6 +659,7 @@ impl StepCycle {
         if self.is_reported || self.state.is_none() || !world.has_member(self.me) {
             return;
         }
+        self.is_level = true;
         self.is_reported = true;
         self.served = Some(world.generation);
         let others: Vec<NodeId> =
@@ -629,7 +686,7 @@ impl StepCycle {
             }
             nodes.extend(by_chunk.into_iter().map(|(chunk, held)| (*step, chunk, held)));
         }
-        let finals = self.finals.iter().map(|(s, c)| (*s, c.clone())).collect();
+        let finals = self.finals.iter().map(|(s, c)| (*s, c.keys().copied().collect())).collect();
         Some(Report { world, applied: state.applied, state: state.digest, finals, nodes })
     }
 
@@ -676,7 +733,7 @@ impl StepCycle {
     /// Held finals pass on by their lowest-ranked holder's report.
     fn pass_finals(&mut self, world: &World, lowest: Step, live: Step) {
         for step in (lowest.0..=live.0).map(Step) {
-            let held = self.finals.get(&step).into_iter().flatten().copied();
+            let held = self.finals.get(&step).into_iter().flat_map(|held| held.keys().copied());
             let passed: Vec<Chunk> = held.filter(|c| self.is_passer(step, *c)).collect();
             for chunk in passed {
                 let lacking: Vec<NodeId> = world
@@ -733,7 +790,7 @@ impl StepCycle {
         let planned = self.pending.take_if(|w| w.from.is_none_or(|from| applied >= from));
         if let Some(world) = &self.world {
             let mut operation = Operation::new(self.me, world.virtual_ranks, self.chunks);
-            for chunk in self.finals.get(&applied).into_iter().flatten() {
+            for chunk in self.finals.get(&applied).into_iter().flat_map(BTreeMap::keys) {
                 operation.handle_final(*chunk);
             }
             self.operations.insert(applied, operation);
@@ -759,6 +816,7 @@ impl StepCycle {
     fn drive(&mut self) {
         let Some((world, state)) = self.world.clone().zip(self.state) else { return };
         let step = state.applied;
+        self.is_level |= self.lowest_member() >= step;
         if let Some(operation) = self.operations.get_mut(&step) {
             while let Some(action) = operation.poll_action() {
                 match action {
@@ -787,16 +845,22 @@ impl StepCycle {
         }
     }
 
-    /// Whether a follower may take it that the members have applied a step. Where worlds between
-    /// the present and the planned one were not heard of here, the planned one tells who of the present one may be gone.
+    /// Whether a follower may take it that the members have applied a step. A planned world tells
+    /// who of the present one may be gone: it leaves when the others have entered, and worlds between the two may have been missed here.
     fn is_applied_by_members(&self, world: &World, step: Step) -> bool {
         let is_applied =
             |n: NodeId| self.known_applied.get(&n).copied().unwrap_or(Step(0)).max(self.lowest) > step;
-        let missed = |p: &&World| p.generation > world.generation.next();
-        let pending = self.pending.as_deref().filter(missed);
+        let pending = self.pending.as_deref();
         let stays = |n: &NodeId| pending.is_none_or(|p| p.has_member(*n));
         let mut listed = world.nodes().chain(pending.into_iter().flat_map(World::nodes));
         world.nodes().filter(stays).all(is_applied) && listed.any(|n| n != self.me && is_applied(n))
+    }
+
+    /// The boundary that all members are known to have reached.
+    fn lowest_member(&self) -> Step {
+        let members = self.world.iter().flat_map(|w| w.nodes());
+        let known = members.map(|n| self.known_applied.get(&n).copied().unwrap_or(Step(0)));
+        known.min().unwrap_or(Step(0)).max(self.lowest)
     }
 
     fn note_applied(&mut self, node: NodeId, applied: Step) {

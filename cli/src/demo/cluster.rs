@@ -145,6 +145,8 @@ impl Cluster {
             std::env::vars_os().filter(|(name, _)| name.to_string_lossy().starts_with("RIPSTOP_"));
         let mut environment: BTreeMap<OsString, OsString> =
             own.map(|(name, _)| (name, OsString::new())).collect();
+        // As the agents set it: on small matrices more threads only get in each other's way.
+        environment.insert("RAYON_NUM_THREADS".into(), "1".into());
         environment.insert("RIPSTOP_TRACE_DIR".into(), self.undisturbed_folder().into());
         self.spawn("undisturbed", arguments, environment).await
     }

@@ -218,7 +218,7 @@ impl Coordinator {
     fn answer_enroll(&mut self, peer: &Peer, job: JobId, csr: Bytes, sequence: u64) {
         if peer.role != Role::Agent || !peer.may_speak_for(&job) || csr.len() > CSR_MAX {
             let reason = format!(
-                "this certificate may not enroll workers of job {job}: an agent's is needed"
+                "this agent may not start workers of job {job}: give --run-id the job that the join token was made for"
             );
             return self.send(peer.key, FromCoordinator::Refused { code: NO_PERMISSION, reason });
         }

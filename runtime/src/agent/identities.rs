@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
 
 use bytes::Bytes;
 use membership::ToCoordinator;
@@ -27,6 +28,8 @@ pub(crate) struct Identities {
     folder: PathBuf,
     /// Where the agent serves HTTP; its workers take the ports after it.
     http: Option<SocketAddr>,
+    /// How long coordinators may be silent where they are needed.
+    deadline: Duration,
     state: Arc<Mutex<State>>,
 }
 
@@ -43,9 +46,9 @@ impl Identities {
         job: JobId,
         authority: Bytes,
         folder: &Path,
-        http: Option<SocketAddr>,
+        (http, deadline): (Option<SocketAddr>, Duration),
     ) -> Self {
-        Self { control, job, authority, folder: folder.to_path_buf(), http, state: Arc::default() }
+        Self { control, job, authority, folder: folder.to_path_buf(), http, deadline, state: Arc::default() }
     }
 
     pub(crate) fn handle_enrolled(&self, sequence: u64, node: NodeId, certificate: Bytes) {
@@ -76,8 +79,11 @@ impl Identities {
                 None => drop(state.waiting.insert(sequence, sender)),
             }
         }
-        let (node, certificate) =
-            receiver.await.map_err(|_| (1, "the agent ends".to_owned()))??;
+        let answer = tokio::time::timeout(self.deadline, receiver).await.map_err(|_| {
+            let waited = self.deadline;
+            (69, format!("no coordinator gave this worker a certificate within {waited:?}"))
+        })?;
+        let (node, certificate) = answer.map_err(|_| (1, "the agent ends".to_owned()))??;
         let identity = key
             .into_identity(certificate, self.authority.clone())
             .map_err(|e| (1, e.to_string()))?;

@@ -56,7 +56,7 @@ pub(crate) enum UserInput {
     /// The state stands at a boundary, freshly loaded.
     Loaded { lineage: Lineage, applied: Step, digest: Digest },
     /// A state could not be loaded.
-    LoadFailed { reason: String },
+    LoadFailed { reason: String, is_incompatible: bool },
     /// The user applied a step; the state stands at `boundary`.
     Applied { boundary: Step, digest: Digest },
     /// The user waits for an order.
@@ -153,6 +153,8 @@ pub(crate) struct Engine {
     progress: u64,
     seen_generation: Option<types::Generation>,
     step_began: Option<Timestamp>,
+    /// The step in hand of which the user was told that it is void.
+    void_step: Option<Step>,
 }
 
 impl Engine {
@@ -178,6 +180,7 @@ impl Engine {
             progress: 0,
             seen_generation: None,
             step_began: None,
+            void_step: None,
             parts,
         };
         let tick = (engine.parts.settings.recovery_target / 4).max(Duration::from_millis(20));
@@ -284,7 +287,9 @@ impl Engine {
                 self.cycle.handle_state(lineage, applied, digest);
                 self.fetch = None;
             }
-            UserInput::LoadFailed { reason } => self.handle_load_failed(reason),
+            UserInput::LoadFailed { reason, is_incompatible } => {
+                self.handle_load_failed(reason, is_incompatible);
+            }
             UserInput::Applied { boundary, digest } => {
                 self.progress += 1;
                 if let Some(began) = self.step_began.take() {
@@ -316,7 +321,7 @@ impl Engine {
                         tracing::error!(%reason, "a finished step has no sum");
                         Error::Internal("a finished step has no sum")
                     })
-                } else if self.cycle.applied() == Some(step) && self.release.is_none() {
+                } else if self.cycle.applied() == Some(step) && self.void_step != Some(step) {
                     Err(Error::Usage("finish before next_virtual_rank returned None".to_owned()))
                 } else {
                     Err(Error::RolledBack)

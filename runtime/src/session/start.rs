@@ -12,7 +12,7 @@ use tokio::sync::mpsc;
 use transport::{Endpoint, Identity};
 use types::{
     Address, Block, Digest, Generation, Lineage, Member, NodeId, Origin, PROTOCOL_VERSION, Start,
-    Step, World,
+    Step, VirtualRanks, World,
 };
 
 use super::Running;
@@ -107,6 +107,7 @@ pub(super) async fn start<S: State + ?Sized>(
         orders,
         layout,
         store,
+        virtual_ranks: settings.virtual_ranks,
         peers,
         control,
         background: Some(background),
@@ -245,22 +246,39 @@ async fn find_checkpoint(
 pub(super) async fn load_checkpoint<S: State + ?Sized>(
     layout: &Arc<Layout>,
     store: &Store,
-    (manifest, hash): (&str, Digest),
+    (manifest, hash, virtual_ranks): (&str, Digest, VirtualRanks),
     state: &mut S,
-) -> Result<(), String> {
-    let key: ObjectKey = manifest.parse().map_err(|e| format!("manifest {manifest}: {e}"))?;
-    let manifest = storage::load(store, &key, hash).await.map_err(|e| e.to_string())?;
+) -> Result<(), LoadError> {
+    let key: ObjectKey = manifest.parse().map_err(|e| LoadError::Damaged(format!("manifest {manifest}: {e}")))?;
+    let manifest = storage::load(store, &key, hash).await.map_err(|e| LoadError::Damaged(e.to_string()))?;
     if manifest.layout().tensors() != layout.tensors() {
-        return Err(format!("checkpoint {key} holds other tensors than this program"));
+        return Err(LoadError::Incompatible(format!(
+            "checkpoint {key} holds other tensors than this program: give the flags that it was trained with, or another --run-id"
+        )));
+    }
+    let (theirs, ours) = (manifest.virtual_ranks(), virtual_ranks);
+    if theirs != ours {
+        return Err(LoadError::Incompatible(format!(
+            "checkpoint {key} was trained with {theirs} virtual ranks, not {ours}: give --virtual-ranks {theirs}, or another --run-id"
+        )));
     }
     for segment in manifest.layout().segments() {
         let bytes = storage::read_segment(store, &manifest, segment.index)
             .await
-            .map_err(|e| e.to_string())?;
+            .map_err(|e| LoadError::Damaged(e.to_string()))?;
         let sink = &mut |name: &str, offset: usize, bytes: &[u8]| state.load(name, offset, bytes);
-        manifest.layout().scatter(segment.index, &bytes, sink).map_err(|e| e.to_string())?;
+        manifest.layout().scatter(segment.index, &bytes, sink).map_err(|e| LoadError::Damaged(e.to_string()))?;
     }
-    state.set_extra(manifest.extra().clone())
+    state.set_extra(manifest.extra().clone()).map_err(LoadError::Incompatible)
+}
+
+/// Why a checkpoint can't be loaded.
+#[derive(Debug)]
+pub(super) enum LoadError {
+    /// It is of another job than this program would train.
+    Incompatible(String),
+    /// It, or the way to it, is damaged.
+    Damaged(String),
 }
 
 /// Small states are cut finer, so that every member has a share to write.

@@ -54,7 +54,10 @@ impl Engine {
             || self.restore.is_some()
             || self.cycle.applied() != Some(step)
             || self.cycle.is_excluded();
-        let answer = if is_void {
+        // In a held world nobody computes: the user goes back to where the state can be copied, staged, or given up.
+        let is_held = self.cycle.world().is_some_and(|w| w.held) && !self.cycle.is_ready(step);
+        let answer = if is_void || is_held {
+            self.void_step = Some(step);
             RankReply::Void
         } else if self.cycle.is_ready(step) {
             RankReply::Final
@@ -106,7 +109,7 @@ impl Engine {
             return None;
         }
         let may_begin = if self.cycle.is_member() {
-            self.cycle.entered().is_some() && !world.held
+            self.cycle.entered().is_some() && (!world.held || self.cycle.is_ready(step))
         } else {
             world.has_follower(self.parts.me)
         };
@@ -114,6 +117,7 @@ impl Engine {
             return None;
         }
         self.step_began = Some(clock::now());
+        self.void_step = None;
         let is_first = world.rank_of(self.parts.me) == Some(types::Rank(0));
         Some(Order::Step { step, lineage: world.lineage, world, is_first })
     }
@@ -249,12 +253,13 @@ impl Engine {
         }
     }
 
-    pub(super) fn handle_load_failed(&mut self, reason: String) {
+    pub(super) fn handle_load_failed(&mut self, reason: String, is_incompatible: bool) {
         match self.fetch.as_mut() {
             Some(fetch) => {
                 tracing::warn!(source = %fetch.source, %reason, "a copy of the state is refused");
                 fetch.asked = Timestamp::default();
             }
+            None if is_incompatible => self.failure = Some(Error::Refused { code: 76, reason }),
             None => self.failure = Some(Error::Restore { reason }),
         }
     }

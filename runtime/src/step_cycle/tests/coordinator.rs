@@ -141,7 +141,7 @@ impl Coordinator {
             members.truncate(self.max_members.max(1));
         }
         if rng.percent(60) {
-            let level: Vec<NodeId> = self.level_followers(newest);
+            let level: Vec<NodeId> = self.level_followers(newest, &members);
             members.extend(level);
             members.truncate(self.max_members.max(1));
         }
@@ -153,7 +153,7 @@ impl Coordinator {
     fn planned(&mut self, newest: &World, rng: &mut Rng) -> Option<Arc<World>> {
         let stay: Vec<NodeId> = newest.nodes().filter(|n| !self.draining.contains(n)).collect();
         let mut next = stay.clone();
-        next.extend(self.level_followers(newest));
+        next.extend(self.level_followers(newest, &newest.nodes().collect::<Vec<_>>()));
         next.truncate(self.max_members);
         if stay.is_empty() && !next.is_empty() {
             next.splice(0..0, newest.nodes());
@@ -174,7 +174,7 @@ impl Coordinator {
         } else if next.len() != newest.members.len() || stay.len() < newest.members.len() {
             let is_same = next.iter().copied().eq(newest.nodes());
             if !next.is_empty() && !is_same {
-                let highest = self.highest(newest);
+                let highest = self.highest(&newest.nodes().collect::<Vec<_>>(), lineage);
                 let from = Step((highest.0 + 2).min(self.total.0.max(highest.0)));
                 let followers = self.others(&next);
                 return Some(self.form(lineage, Some(from), &next, followers, start, rng));
@@ -274,16 +274,16 @@ impl Coordinator {
         world.from.is_none_or(reached)
     }
 
-    fn highest(&self, world: &World) -> Step {
-        let boundary = |n: NodeId| {
-            self.beats.get(&n).filter(|b| b.lineage == world.lineage).map(|b| b.applied)
-        };
-        world.nodes().filter_map(boundary).max().unwrap_or(Step(0))
+    fn highest(&self, members: &[NodeId], lineage: Lineage) -> Step {
+        let boundary =
+            |n: &NodeId| self.beats.get(n).filter(|b| b.lineage == lineage).map(|b| b.applied);
+        members.iter().filter_map(boundary).max().unwrap_or(Step(0))
     }
 
-    fn level_followers(&self, world: &World) -> Vec<NodeId> {
+    /// Followers that are about as far as those whom they would join; never further: nobody of these could catch up.
+    fn level_followers(&self, world: &World, members: &[NodeId]) -> Vec<NodeId> {
         let slack = if world.held { 0 } else { 2 };
-        let highest = self.highest(world);
+        let highest = self.highest(members, world.lineage);
         let is_level = |n: &NodeId| {
             self.living.contains(n)
                 && !self.draining.contains(n)
@@ -291,9 +291,21 @@ impl Coordinator {
                     b.is_following
                         && b.lineage == world.lineage
                         && b.applied.0 + slack >= highest.0
+                        && b.applied <= highest
                 })
         };
         world.followers.iter().map(|f| f.node).filter(is_level).collect()
+    }
+
+    /// Followers of a held world that are ahead of all its members: these never get there, so the followers are of no use.
+    pub(super) fn astray(&self) -> Vec<NodeId> {
+        let Some(world) = self.newest().filter(|w| w.held && self.is_in_effect()) else {
+            return Vec::new();
+        };
+        let highest = self.highest(&world.nodes().collect::<Vec<_>>(), world.lineage);
+        let beat = |n: &NodeId| self.beats.get(n).filter(|b| b.lineage == world.lineage);
+        let is_ahead = |n: &NodeId| beat(n).is_some_and(|b| b.applied > highest);
+        world.followers.iter().map(|f| f.node).filter(is_ahead).collect()
     }
 
     fn others(&self, members: &[NodeId]) -> Vec<NodeId> {

@@ -315,10 +315,11 @@ impl Node {
         if !self.followers_waiting.is_empty() && self.cycle.entered().is_some() {
             self.send_state();
         }
+        let may_step = !world.held || self.cycle.is_ready(step);
         let may_begin = if self.cycle.is_member() {
-            self.cycle.entered().is_some() && !world.held
+            self.cycle.entered().is_some() && may_step
         } else {
-            world.has_follower(self.id)
+            world.has_follower(self.id) && may_step
         };
         if step >= self.shape.total || !may_begin {
             return None;
@@ -332,8 +333,7 @@ impl Node {
         let is_void = self.restore.is_some()
             || self.cycle.applied() != Some(step)
             || self.cycle.is_excluded();
-        let must_copy =
-            self.cycle.world().is_some_and(|w| w.held) && !self.followers_waiting.is_empty();
+        let is_held = self.cycle.world().is_some_and(|w| w.held);
         if self.cycle.is_ready(step) && !is_void {
             let sum = |chunk| {
                 let name = (step, Chunk(chunk));
@@ -341,7 +341,7 @@ impl Node {
             };
             return Some(Some(Work::Apply { finals: (0..self.shape.chunks).map(sum).collect() }));
         }
-        if is_void || must_copy {
+        if is_void || is_held {
             self.user = User::AtBoundary;
             return Some(None);
         }

@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::rc::Rc;
 use std::sync::Arc;
 
-use types::{Digest, NodeId, Start, Step, VirtualRanks, World};
+use types::{Digest, Lineage, NodeId, Start, Step, VirtualRanks, World};
 
 use super::super::PeerFrame;
 use super::coordinator::{Beat, Coordinator};
@@ -39,6 +39,7 @@ pub(super) struct Summary {
     pub(super) joined: u64,
     pub(super) drained: u64,
     pub(super) passed: u64,
+    pub(super) strays: u64,
     pub(super) recomputed: u64,
 }
 
@@ -52,6 +53,7 @@ impl Summary {
         self.joined += other.joined;
         self.drained += other.drained;
         self.passed += other.passed;
+        self.strays += other.strays;
         self.recomputed += other.recomputed;
     }
 }
@@ -226,7 +228,9 @@ impl Simulation {
                 if link.epoch != epoch || !link.is_up || !self.nodes.contains_key(&to) {
                     return;
                 }
-                self.log(|| format!("{from} -> {to} {}", describe_frame(&frame)));
+                if !matches!(frame, PeerFrame::FinalRequest { .. } | PeerFrame::StateRequest { .. }) {
+                    self.log(|| format!("{from} -> {to} {}", describe_frame(&frame)));
+                }
                 self.with(to, |node| node.handle_frame(from, frame, body));
             }
             Event::LinkUp { pair } => self.link_up(pair),
@@ -237,7 +241,7 @@ impl Simulation {
                     None => states.values().next().unwrap().clone(),
                 };
                 let Some(worker) = self.nodes.get_mut(&node) else { return };
-                let before = worker.cycle.applied().zip(worker.cycle.world().cloned());
+                let before = worker.cycle.applied().zip(worker.cycle.lineage());
                 let user = worker.user.clone();
                 worker.handle_done(load);
                 self.log(|| format!("{node} has done {}", describe_user(&user)));
@@ -395,12 +399,13 @@ impl Simulation {
         }
         self.at(TICK, Event::Tick { node });
         let worker = &self.nodes[&node];
-        if let Some((lineage, state)) = worker.cycle.lineage().zip(worker.cycle.applied()) {
+        let boundary = worker.cycle.digests().last();
+        if let Some((lineage, (applied, digest))) = worker.cycle.lineage().zip(boundary) {
             let beat = Beat {
                 entered: worker.cycle.entered(),
                 lineage,
-                applied: state,
-                digest: worker.cycle.digest().unwrap(),
+                applied,
+                digest,
                 is_following: !worker.cycle.is_member(),
             };
             let delay = self.rng.within(1, 300);
@@ -431,6 +436,11 @@ impl Simulation {
             && self.coordinator.checkpoint.is_none_or(|c| c.0 < step)
         {
             self.coordinator.checkpoint = Some((step, digest));
+        }
+        for node in self.coordinator.astray() {
+            if self.rng.percent(5) && self.nodes.contains_key(&node) {
+                self.crash(node);
+            }
         }
         let before = self.coordinator.newest().map(|w| w.lineage);
         // Planned changes need not come at once; losses are told together where they are near.
@@ -581,51 +591,66 @@ impl Simulation {
             && !self.zombies.contains(&node)
     }
 
-    fn check_applied(&mut self, node: NodeId, before: Option<(Step, Arc<World>)>) {
+    fn check_applied(&mut self, node: NodeId, before: Option<(Step, Lineage)>) {
         let worker = &self.nodes[&node];
         let (lineage, state) = worker.state.as_ref().unwrap();
         let (lineage, boundary, digest) = (*lineage, state.boundary, state.digest);
-        let is_live = |(at, world): &(Step, Arc<World>)| {
-            at.next() == boundary && world.lineage == lineage
-        };
-        let Some((_, world)) = before.filter(is_live) else {
+        if before.map(|(at, lineage)| (at.next(), lineage)) != Some((boundary, lineage)) {
             return; // the lineage ended meanwhile
-        };
+        }
         if !self.is_impure {
             let expected = &self.reference[boundary.0 as usize];
             assert_eq!(digest, expected.digest, "node {node} at {boundary}: other bits");
         }
         self.states.insert((boundary, digest), state.clone());
-        // Lag: nobody applies a step before all members have applied the one before.
-        let is_entered = worker.cycle.entered() == Some(world.generation);
-        for other in world.nodes().filter(|n| is_entered && *n != node) {
-            let Some(other) = self.nodes.get(&other) else { continue };
-            if let Some((l, s)) = &other.state
-                && *l == lineage
-            {
-                assert!(
-                    s.boundary.next() >= boundary,
-                    "node {node} applied up to {boundary}, node {} only to {}\n{}",
-                    other.id,
-                    s.boundary,
-                    self.describe()
-                );
-            }
-        }
-        if self.is_counted(node) {
-            for (id, other) in &self.nodes {
-                if *id != node && self.is_counted(*id) && other.cycle.lineage() == Some(lineage) {
-                    let theirs = other.cycle.digests().find(|(s, _)| *s == boundary);
-                    assert!(
-                        theirs.is_none_or(|(_, theirs)| theirs == digest),
-                        "nodes {node} and {id} differ at {boundary}\n{}",
-                        self.describe()
-                    );
-                }
-            }
-        }
+        self.check_agreement(node, lineage, boundary, digest);
         if self.snaps(Trap::Applied) {
             self.crash(node);
+        }
+    }
+
+    /// Nobody applies a step before all members have applied the one before.
+    fn check_lag(&self, node: NodeId, step: Step) {
+        let cycle = &self.nodes[&node].cycle;
+        let world = cycle.world().unwrap();
+        for other in world.nodes().filter(|_| cycle.is_member()) {
+            let Some(other) = self.nodes.get(&other) else { continue };
+            let is_behind = other.cycle.applied().is_none_or(|at| at < step);
+            let is_comparable = other.cycle.lineage() == cycle.lineage();
+            assert!(
+                !is_comparable || !is_behind,
+                "node {node} may apply {step} before node {}\n{}",
+                other.id,
+                self.describe()
+            );
+        }
+    }
+
+    /// Members agree always. A follower may have applied finals of members that died with them: it is evicted when it is seen.
+    fn check_agreement(&mut self, node: NodeId, lineage: Lineage, boundary: Step, digest: Digest) {
+        let is_member = |n: NodeId| self.nodes[&n].cycle.is_member();
+        let mut strays = BTreeSet::new();
+        for (id, other) in &self.nodes {
+            let counts = *id != node && self.is_counted(*id) && self.is_counted(node);
+            if !counts || other.cycle.lineage() != Some(lineage) {
+                continue;
+            }
+            let theirs = other.cycle.digests().find(|(s, _)| *s == boundary);
+            if theirs.is_some_and(|(_, theirs)| theirs != digest) {
+                let stray = if is_member(*id) { node } else { *id };
+                assert!(
+                    !is_member(stray) && self.is_impure,
+                    "nodes {node} and {id} differ at {boundary}\n{}",
+                    self.describe()
+                );
+                strays.insert(stray);
+            }
+        }
+        for stray in strays {
+            self.log(|| format!("node {stray} strays at {boundary}"));
+            self.summary.strays += 1;
+            self.zombies.insert(stray);
+            self.at(1, Event::Lost { node: stray });
         }
     }
 
@@ -638,6 +663,7 @@ impl Simulation {
             Note::Ready(step) => {
                 let applied = self.nodes[&node].cycle.applied();
                 assert_eq!(applied, Some(step), "ready is the present step");
+                self.check_lag(node, step);
             }
             _ => {}
         }
@@ -710,10 +736,8 @@ fn describe_frame(frame: &PeerFrame) -> String {
             format!("final {}/{} gen {} lowest {}", f.step, f.chunk, f.generation, f.lowest)
         }
         PeerFrame::Progress { applied, .. } => format!("progress {applied}"),
-        PeerFrame::FinalRequest { step, chunks, .. } => format!("wants finals {step}/{chunks:?}"),
-        PeerFrame::StateRequest { .. } => "wants a state".to_owned(),
         PeerFrame::StateOffer { applied, .. } => format!("state at {applied}"),
-        PeerFrame::StatePiece { .. } => "a piece".to_owned(),
+        _ => "asks".to_owned(),
     }
 }
 
