@@ -232,3 +232,167 @@ impl ChunkState {
         self.held.iter().any(|held| held.contains(node))
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use types::{Address, Digest, Generation, Lineage, Member};
+
+    fn node(start: u32, level: u8) -> TreeNode {
+        TreeNode::new(start, level).unwrap()
+    }
+
+    /// A world of these members and their blocks; four virtual ranks.
+    fn world(members: &[(u64, (u32, u8))]) -> World {
+        let member = |(id, (start, level)): &(u64, (u32, u8))| Member {
+            node: NodeId(*id),
+            address: Address { socket: ([127, 0, 0, 1], 1).into(), certificate: Digest::default() },
+            host: String::new(),
+            blocks: vec![node(*start, *level)],
+        };
+        World {
+            generation: Generation(1),
+            lineage: Lineage(1),
+            virtual_ranks: VirtualRanks::new(4).unwrap(),
+            from: None,
+            held: false,
+            start: None,
+            members: members.iter().map(member).collect(),
+            followers: Vec::new(),
+        }
+    }
+
+    fn two() -> World {
+        let world = world(&[(1, (0, 1)), (2, (2, 1))]);
+        assert_eq!(owner(CHUNK, &[NodeId(1), NodeId(2)]), NodeId(2), "the cases below count on it");
+        world
+    }
+
+    fn operation(me: u64) -> Operation {
+        Operation::new(NodeId(me), VirtualRanks::new(4).unwrap(), 1)
+    }
+
+    fn planned(me: u64) -> Operation {
+        let mut operation = operation(me);
+        operation.handle_plan(&two(), &BTreeMap::new(), &BTreeSet::new());
+        operation
+    }
+
+    fn actions(operation: &mut Operation) -> Vec<Action> {
+        std::iter::from_fn(|| operation.poll_action()).collect()
+    }
+
+    fn ranks(operation: &Operation) -> Vec<u32> {
+        operation.to_compute().into_iter().map(|r| r.0).collect()
+    }
+
+    fn fold(left: TreeNode, right: TreeNode) -> Action {
+        Action::Fold { chunk: CHUNK, left, right, parent: left.parent().unwrap() }
+    }
+
+    const CHUNK: Chunk = Chunk(0);
+
+    #[test]
+    fn a_member_folds_its_piece_and_sends_it_once() {
+        let mut one = planned(1);
+        assert_eq!(ranks(&one), [0, 1]);
+        assert_eq!(one.handle_leaf(VirtualRank(1)), [CHUNK]);
+        assert_eq!(actions(&mut one), [], "a piece travels whole");
+        assert_eq!(one.handle_leaf(VirtualRank(0)), [CHUNK]);
+        assert_eq!(one.handle_leaf(VirtualRank(0)), [], "a leaf counts once");
+        let send = Action::Send { chunk: CHUNK, node: node(0, 1), to: NodeId(2) };
+        assert_eq!(actions(&mut one), [fold(node(0, 0), node(1, 0)), send.clone()]);
+        assert_eq!(one.held()[&CHUNK], BTreeSet::from([node(0, 1)]), "what was sent stays");
+        assert_eq!(actions(&mut one), []);
+        one.handle_link_up(NodeId(3));
+        assert_eq!(actions(&mut one), []);
+        one.handle_link_up(NodeId(2));
+        assert_eq!(actions(&mut one), [send]);
+    }
+
+    #[test]
+    fn an_owner_finishes_once_with_nodes_in_leaf_order() {
+        let mut two = planned(2);
+        two.handle_leaf(VirtualRank(3));
+        two.handle_leaf(VirtualRank(2));
+        assert!(two.handle_node(CHUNK, node(0, 1)));
+        assert!(!two.handle_node(CHUNK, node(0, 1)), "it is held");
+        assert!(!two.handle_node(CHUNK, node(0, 0)), "it is covered");
+        let finish = Action::Finish { chunk: CHUNK, cover: vec![node(0, 1), node(2, 1)] };
+        assert_eq!(actions(&mut two), [fold(node(2, 0), node(3, 0)), finish]);
+        assert!(two.handle_final(CHUNK));
+        assert!(!two.handle_final(CHUNK));
+        assert_eq!((actions(&mut two), ranks(&two)), (vec![], vec![]));
+        assert!(two.held().is_empty(), "nobody needs the nodes of a final chunk");
+    }
+
+    #[test]
+    fn nothing_moves_while_the_plan_is_suspended() {
+        let mut one = planned(1);
+        one.handle_leaf(VirtualRank(0));
+        one.suspend();
+        assert_eq!(one.handle_leaf(VirtualRank(1)), [CHUNK], "what was begun is still good");
+        assert!(one.handle_node(CHUNK, node(2, 1)), "so is what arrives");
+        assert_eq!((actions(&mut one), ranks(&one)), (vec![], vec![]));
+        let held: BTreeSet<TreeNode> = [node(0, 0), node(1, 0), node(2, 1)].into();
+        assert_eq!(one.held()[&CHUNK], held, "as a report lists it");
+        // Node 2 died: node 1 serves all, and holds all.
+        let holdings = BTreeMap::from([(CHUNK, vec![Holding { node: NodeId(1), held }])]);
+        one.handle_plan(&world(&[(1, (0, 2))]), &holdings, &BTreeSet::new());
+        assert_eq!(ranks(&one), [] as [u32; 0]);
+        let finish = Action::Finish { chunk: CHUNK, cover: vec![node(0, 2)] };
+        let folds = [fold(node(0, 0), node(1, 0)), fold(node(0, 1), node(2, 1))];
+        assert_eq!(actions(&mut one), [&folds[..], &[finish]].concat());
+    }
+
+    #[test]
+    fn a_chunk_whose_final_was_reported_is_waited_for() {
+        let mut two = operation(2);
+        for rank in 0..4 {
+            two.handle_leaf(VirtualRank(rank));
+        }
+        two.handle_plan(&two_alone(), &BTreeMap::new(), &BTreeSet::from([CHUNK]));
+        assert_eq!((actions(&mut two), ranks(&two)), (vec![], vec![]));
+    }
+
+    fn two_alone() -> World {
+        world(&[(2, (0, 2))])
+    }
+
+    #[test]
+    fn after_a_death_only_what_nobody_holds_is_computed() {
+        let mut two = planned(2);
+        two.handle_leaf(VirtualRank(2));
+        assert!(two.handle_node(CHUNK, node(0, 0)), "node 1 had sent a part when it died");
+        two.suspend();
+        let held = two.held()[&CHUNK].clone();
+        let holdings = BTreeMap::from([(CHUNK, vec![Holding { node: NodeId(2), held }])]);
+        two.handle_plan(&two_alone(), &holdings, &BTreeSet::new());
+        assert_eq!(ranks(&two), [1, 3]);
+    }
+
+    #[test]
+    fn a_late_node_of_the_dead_serves_for_a_piece_under_it() {
+        let mut one = planned(1);
+        one.suspend();
+        let lone = world(&[(1, (0, 1)), (2, (2, 1))]);
+        one.handle_plan(&lone, &BTreeMap::new(), &BTreeSet::new());
+        one.handle_leaf(VirtualRank(0));
+        assert!(one.handle_node(CHUNK, node(0, 2)), "it covers the job");
+        assert_eq!(one.handle_leaf(VirtualRank(1)), [], "the leaf is covered");
+        assert_eq!(
+            actions(&mut one),
+            [Action::Send { chunk: CHUNK, node: node(0, 2), to: NodeId(2) }]
+        );
+    }
+
+    #[test]
+    fn names_that_cannot_be_are_dropped() {
+        let mut one = planned(1);
+        assert!(!one.handle_node(Chunk(1), node(0, 0)));
+        assert!(!one.handle_node(CHUNK, node(4, 0)), "outside of the leaves");
+        assert!(!one.handle_node(CHUNK, node(0, 3)), "a long name of the root");
+        assert!(!one.handle_final(Chunk(7)));
+        assert_eq!(one.handle_leaf(VirtualRank(4)), []);
+    }
+}

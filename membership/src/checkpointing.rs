@@ -156,7 +156,11 @@ impl Checkpointing {
     ) -> Option<CheckpointDecision> {
         let world = job.world().filter(|_| job.stage() == Stage::Running)?;
         let is_whole = world.nodes().all(|node| job.is_living(node));
-        if !is_whole || !reports.is_in_effect(job) || !reports.has_all(job) || (world.held && !is_last) {
+        if !is_whole
+            || !reports.is_in_effect(job)
+            || !reports.has_all(job)
+            || (world.held && !is_last)
+        {
             return None;
         }
         if self.due.is_none() {

@@ -627,7 +627,10 @@ fn difference(ours: &JobSpec, theirs: &JobSpec) -> Option<(&'static str, String,
         [
             ("virtual_ranks", s.virtual_ranks.to_string()),
             ("total_steps", s.total_steps.map_or("none".to_owned(), |n| n.to_string())),
-            ("checkpoint", if s.checkpoint_every.is_some() { "a store" } else { "no store" }.to_owned()),
+            (
+                "checkpoint",
+                if s.checkpoint_every.is_some() { "a store" } else { "no store" }.to_owned(),
+            ),
         ]
     };
     let pairs = texts(ours).into_iter().zip(texts(theirs));

@@ -182,7 +182,9 @@ impl Roster {
     ) -> (Reply, Touched) {
         let used = self.tokens.get(&token).copied().unwrap_or(0);
         if used >= uses {
-            let reason = format!("the join token is used up: it was good for {uses}; make one by `ripstop certs token --dir DIR --uses N`");
+            let reason = format!(
+                "the join token is used up: it was good for {uses}; make one by `ripstop certs token --dir DIR --uses N`"
+            );
             log.push("refused", job, reason.clone());
             return (Reply::Refused { code: BAD_TOKEN, reason }, Touched::Nothing);
         }

@@ -25,7 +25,7 @@ use std::time::Duration;
 use membership::{Cause, ParticipantEvent, ToCoordinator};
 use serde_json::json;
 use tokio::sync::mpsc;
-use transport::{CertificateAuthority, Identity};
+use transport::{CertificateAuthority, Identity, JoinToken};
 use types::{JobId, NodeId, VirtualRanks};
 
 use crate::client::Contact;
@@ -155,7 +155,19 @@ fn check(config: &AgentConfig) -> Result<(), Error> {
             config.members.min, config.virtual_ranks
         )));
     }
-    Ok(())
+    config.token.as_deref().map_or(Ok(()), |token| check_token(token, &config.job))
+}
+
+/// What the token itself says is looked at before a use of it is spent.
+fn check_token(token: &str, job: &JobId) -> Result<(), Error> {
+    let token: JoinToken =
+        token.parse().map_err(|e| Error::Settings(format!("the join token is wrong: {e}")))?;
+    match &token.claims().job {
+        Some(bound) if bound != job => Err(Error::Settings(format!(
+            "the join token is for job {bound}, not {job}: give --run-id {bound}, or make another by `ripstop certs token --dir DIR`"
+        ))),
+        _ => Ok(()),
+    }
 }
 
 fn no_token() -> Error {
@@ -358,9 +370,8 @@ impl Agent {
                     json!({"slot": slot.0, "worker": node, "pid": pid, "attempt": attempt}),
                 );
             }
-            Event::StartFailed { slot, attempt, reason } => {
-                tracing::error!(slot = slot.0, attempt, %reason, "a worker can't be started");
-            }
+            // Said by who tried it.
+            Event::StartFailed { .. } => {}
             Event::Draining { slot, node } => {
                 tracing::info!(slot = slot.0, %node, "worker asked to leave");
             }

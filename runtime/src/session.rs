@@ -258,7 +258,8 @@ impl Running {
                 Ok(())
             }
             Origin::Initial => Err(LoadError::Damaged(
-                "the job starts over from the initial state, which this process no longer has".to_owned(),
+                "the job starts over from the initial state, which this process no longer has"
+                    .to_owned(),
             )),
             Origin::Checkpoint { manifest, hash } => match self.store.clone() {
                 Some(store) => {

@@ -134,7 +134,9 @@ impl Settings {
             value("RIPSTOP_ALLOW_MIXED").is_some_and(|v| v == "1" || v == "true");
         settings.trace_dir = value("RIPSTOP_TRACE_DIR").map(PathBuf::from);
         if let Some(at) = value("RIPSTOP_HTTP") {
-            let at = at.parse().map_err(|_| Error::Settings(format!("RIPSTOP_HTTP={at} is no IP:PORT")))?;
+            let at = at
+                .parse()
+                .map_err(|_| Error::Settings(format!("RIPSTOP_HTTP={at} is no IP:PORT")))?;
             settings.http = Some(at);
         }
         if let Some(bytes) = number(&value, "RIPSTOP_CHUNK_BYTES")? {

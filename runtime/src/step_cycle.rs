@@ -848,8 +848,9 @@ impl StepCycle {
     /// Whether a follower may take it that the members have applied a step. A planned world tells
     /// who of the present one may be gone: it leaves when the others have entered, and worlds between the two may have been missed here.
     fn is_applied_by_members(&self, world: &World, step: Step) -> bool {
-        let is_applied =
-            |n: NodeId| self.known_applied.get(&n).copied().unwrap_or(Step(0)).max(self.lowest) > step;
+        let is_applied = |n: NodeId| {
+            self.known_applied.get(&n).copied().unwrap_or(Step(0)).max(self.lowest) > step
+        };
         let pending = self.pending.as_deref();
         let stays = |n: &NodeId| pending.is_none_or(|p| p.has_member(*n));
         let mut listed = world.nodes().chain(pending.into_iter().flat_map(World::nodes));

@@ -69,7 +69,9 @@ pub async fn train(
     if outcome == Outcome::Finished && session.is_first() {
         printer.end(config, &model, &state)?;
     } else if outcome == Outcome::Finished && printer.tokens == 0 {
-        tracing::warn!("the job was finished before this process joined it: take another --run-id to train anew");
+        tracing::warn!(
+            "the job was finished before this process joined it: take another --run-id to train anew"
+        );
     }
     Ok(outcome)
 }

@@ -48,7 +48,15 @@ impl Identities {
         folder: &Path,
         (http, deadline): (Option<SocketAddr>, Duration),
     ) -> Self {
-        Self { control, job, authority, folder: folder.to_path_buf(), http, deadline, state: Arc::default() }
+        Self {
+            control,
+            job,
+            authority,
+            folder: folder.to_path_buf(),
+            http,
+            deadline,
+            state: Arc::default(),
+        }
     }
 
     pub(crate) fn handle_enrolled(&self, sequence: u64, node: NodeId, certificate: Bytes) {
@@ -99,10 +107,14 @@ impl Prepare for Identities {
             code: ExitCode::of(Exit::Code(i32::from(code)), RequeueCode::default()),
             reason,
         })?;
-        let mut environment = BTreeMap::from([("RIPSTOP_IDENTITY".to_owned(), path.display().to_string())]);
-        let port = self.http.and_then(|at| at.port().checked_add(1)?.checked_add(u16::try_from(slot.0).ok()?));
+        let mut environment =
+            BTreeMap::from([("RIPSTOP_IDENTITY".to_owned(), path.display().to_string())]);
+        let port = self
+            .http
+            .and_then(|at| at.port().checked_add(1)?.checked_add(u16::try_from(slot.0).ok()?));
         if let Some((at, port)) = self.http.zip(port) {
-            environment.insert("RIPSTOP_HTTP".to_owned(), SocketAddr::new(at.ip(), port).to_string());
+            environment
+                .insert("RIPSTOP_HTTP".to_owned(), SocketAddr::new(at.ip(), port).to_string());
         }
         Ok(Prepared { node, environment })
     }

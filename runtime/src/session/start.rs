@@ -249,8 +249,10 @@ pub(super) async fn load_checkpoint<S: State + ?Sized>(
     (manifest, hash, virtual_ranks): (&str, Digest, VirtualRanks),
     state: &mut S,
 ) -> Result<(), LoadError> {
-    let key: ObjectKey = manifest.parse().map_err(|e| LoadError::Damaged(format!("manifest {manifest}: {e}")))?;
-    let manifest = storage::load(store, &key, hash).await.map_err(|e| LoadError::Damaged(e.to_string()))?;
+    let key: ObjectKey =
+        manifest.parse().map_err(|e| LoadError::Damaged(format!("manifest {manifest}: {e}")))?;
+    let manifest =
+        storage::load(store, &key, hash).await.map_err(|e| LoadError::Damaged(e.to_string()))?;
     if manifest.layout().tensors() != layout.tensors() {
         return Err(LoadError::Incompatible(format!(
             "checkpoint {key} holds other tensors than this program: give the flags that it was trained with, or another --run-id"
@@ -267,7 +269,10 @@ pub(super) async fn load_checkpoint<S: State + ?Sized>(
             .await
             .map_err(|e| LoadError::Damaged(e.to_string()))?;
         let sink = &mut |name: &str, offset: usize, bytes: &[u8]| state.load(name, offset, bytes);
-        manifest.layout().scatter(segment.index, &bytes, sink).map_err(|e| LoadError::Damaged(e.to_string()))?;
+        manifest
+            .layout()
+            .scatter(segment.index, &bytes, sink)
+            .map_err(|e| LoadError::Damaged(e.to_string()))?;
     }
     state.set_extra(manifest.extra().clone()).map_err(LoadError::Incompatible)
 }

@@ -108,12 +108,13 @@ impl Engine {
             }
             return None;
         }
-        let may_begin = if self.cycle.is_member() {
-            self.cycle.entered().is_some() && (!world.held || self.cycle.is_ready(step))
+        let is_in = if self.cycle.is_member() {
+            self.cycle.entered().is_some()
         } else {
             world.has_follower(self.parts.me)
         };
-        if !may_begin {
+        // In a held world a step begins only to be applied.
+        if !is_in || (world.held && !self.cycle.is_ready(step)) {
             return None;
         }
         self.step_began = Some(clock::now());
@@ -129,7 +130,7 @@ impl Engine {
             && self.cycle.applied().is_none()
             && self.restore.is_none()
             && self.fetched.is_none();
-        if !is_needed || world.start.is_some() {
+        if !is_needed {
             return;
         }
         let target = self.parts.settings.recovery_target;

@@ -107,8 +107,12 @@ impl Coordinator {
             return None;
         }
         let listed = |n: &NodeId| newest.has_member(*n) || newest.has_follower(*n);
-        let free: Vec<NodeId> =
-            self.draining.iter().copied().filter(|n| !listed(n) && self.living.contains(n)).collect();
+        let free: Vec<NodeId> = self
+            .draining
+            .iter()
+            .copied()
+            .filter(|n| !listed(n) && self.living.contains(n))
+            .collect();
         for node in free {
             self.handle_lost(node);
             self.left.insert(node);
@@ -130,12 +134,20 @@ impl Coordinator {
         let step = self.checkpoint.map_or(Step(0), |c| c.0);
         let start = Start { step, origin, digest: self.checkpoint.map(|c| c.1) };
         self.entered = None;
-        Some(self.form(lineage, None, members, followers.to_vec(), Some(start), rng))
+        Some(self.form(
+            Draft {
+                lineage,
+                from: None,
+                members: members.to_vec(),
+                followers: followers.to_vec(),
+                start: Some(start),
+            },
+            rng,
+        ))
     }
 
     fn after_loss(&mut self, newest: &World, heirs: &[NodeId], rng: &mut Rng) -> Arc<World> {
-        let mut members: Vec<NodeId> =
-            newest.nodes().filter(|n| self.living.contains(n)).collect();
+        let mut members: Vec<NodeId> = newest.nodes().filter(|n| self.living.contains(n)).collect();
         if !members.iter().any(|n| heirs.contains(n)) {
             members.splice(0..0, heirs.iter().copied());
             members.truncate(self.max_members.max(1));
@@ -147,7 +159,7 @@ impl Coordinator {
         }
         let followers = self.others(&members);
         let start = self.open_start();
-        self.form(newest.lineage, None, &members, followers, start, rng)
+        self.form(Draft { lineage: newest.lineage, from: None, members, followers, start }, rng)
     }
 
     fn planned(&mut self, newest: &World, rng: &mut Rng) -> Option<Arc<World>> {
@@ -165,19 +177,24 @@ impl Coordinator {
             let can_resume = !self.is_pausing && next.len() >= self.min_members;
             if can_resume {
                 let followers = self.others(&next);
-                return Some(self.form(lineage, None, &next, followers, start, rng));
+                return Some(
+                    self.form(Draft { lineage, from: None, members: next, followers, start }, rng),
+                );
             }
         } else if self.is_pausing {
             let members: Vec<NodeId> = newest.nodes().collect();
             let followers = self.others(&members);
-            return Some(self.form(lineage, None, &members, followers, start, rng));
+            return Some(self.form(Draft { lineage, from: None, members, followers, start }, rng));
         } else if next.len() != newest.members.len() || stay.len() < newest.members.len() {
             let is_same = next.iter().copied().eq(newest.nodes());
             if !next.is_empty() && !is_same {
                 let highest = self.highest(&newest.nodes().collect::<Vec<_>>(), lineage);
                 let from = Step((highest.0 + 2).min(self.total.0.max(highest.0)));
                 let followers = self.others(&next);
-                return Some(self.form(lineage, Some(from), &next, followers, start, rng));
+                return Some(self.form(
+                    Draft { lineage, from: Some(from), members: next, followers, start },
+                    rng,
+                ));
             }
         }
         let members: Vec<NodeId> = newest.nodes().collect();
@@ -186,20 +203,14 @@ impl Coordinator {
         if followers.len() == newest.followers.len() && followers.iter().all(is_listed) {
             return None;
         }
-        Some(self.form(lineage, None, &members, followers, start, rng))
+        Some(self.form(Draft { lineage, from: None, members, followers, start }, rng))
     }
 
-    fn form(
-        &mut self,
-        lineage: Lineage,
-        from: Option<Step>,
-        members: &[NodeId],
-        followers: Vec<NodeId>,
-        start: Option<Start>,
-        rng: &mut Rng,
-    ) -> Arc<World> {
-        let address = Address { socket: ([127, 0, 0, 1], 1).into(), certificate: Digest::default() };
-        let mut shares = self.allocate(members, rng);
+    fn form(&mut self, draft: Draft, rng: &mut Rng) -> Arc<World> {
+        let Draft { lineage, from, members, followers, start } = draft;
+        let address =
+            Address { socket: ([127, 0, 0, 1], 1).into(), certificate: Digest::default() };
+        let mut shares = self.allocate(&members, rng);
         let member = |node: &NodeId| Member {
             node: *node,
             address: address.clone(),
@@ -216,11 +227,7 @@ impl Coordinator {
             members: members.iter().map(member).collect(),
             followers: followers
                 .iter()
-                .map(|node| Follower {
-                    node: *node,
-                    address: address.clone(),
-                    host: String::new(),
-                })
+                .map(|node| Follower { node: *node, address: address.clone(), host: String::new() })
                 .collect(),
         };
         world.check().unwrap();
@@ -324,6 +331,15 @@ impl Coordinator {
         let first = beats.first()?;
         beats.iter().all(|b| b.applied == first.applied).then_some((first.applied, first.digest))
     }
+}
+
+/// What the next world is to be.
+struct Draft {
+    lineage: Lineage,
+    from: Option<Step>,
+    members: Vec<NodeId>,
+    followers: Vec<NodeId>,
+    start: Option<Start>,
 }
 
 fn collect(

@@ -47,7 +47,8 @@ impl Rig {
     /// The next world, told to everybody alive.
     pub(super) fn world(&mut self, from: Option<u64>, members: Members<'_>, followers: &[u64]) {
         self.generation += 1;
-        let address = Address { socket: ([127, 0, 0, 1], 1).into(), certificate: Digest::default() };
+        let address =
+            Address { socket: ([127, 0, 0, 1], 1).into(), certificate: Digest::default() };
         let block = |(start, level): &(u32, u8)| TreeNode::new(*start, *level).unwrap();
         let member = |(id, blocks): &(u64, &[(u32, u8)])| Member {
             node: NodeId(*id),
@@ -122,13 +123,21 @@ impl Rig {
         is_busy
     }
 
+    fn work_all(&mut self) -> bool {
+        let mut any = false;
+        for id in self.ids() {
+            any |= self.work(id);
+        }
+        any
+    }
+
     /// All users work until nobody has anything to do.
     pub(super) fn run(&mut self, limit: u64) {
         self.limit = Step(limit);
         for _ in 0..2 {
             self.nodes.values_mut().for_each(Node::handle_tick);
             self.deliver();
-            while self.ids().into_iter().fold(false, |any, id| self.work(id) || any) {}
+            while self.work_all() {}
         }
     }
 

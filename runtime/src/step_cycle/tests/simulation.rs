@@ -228,7 +228,8 @@ impl Simulation {
                 if link.epoch != epoch || !link.is_up || !self.nodes.contains_key(&to) {
                     return;
                 }
-                if !matches!(frame, PeerFrame::FinalRequest { .. } | PeerFrame::StateRequest { .. }) {
+                if !matches!(frame, PeerFrame::FinalRequest { .. } | PeerFrame::StateRequest { .. })
+                {
                     self.log(|| format!("{from} -> {to} {}", describe_frame(&frame)));
                 }
                 self.with(to, |node| node.handle_frame(from, frame, body));
@@ -711,7 +712,11 @@ impl Simulation {
                 cycle
                     .operations
                     .iter()
-                    .map(|(s, o)| (s.0, o.held().values().map(BTreeSet::len).collect::<Vec<_>>(), o.to_compute()))
+                    .map(|(s, o)| (
+                        s.0,
+                        o.held().values().map(BTreeSet::len).collect::<Vec<_>>(),
+                        o.to_compute()
+                    ))
                     .collect::<Vec<_>>(),
             );
         }
@@ -729,7 +734,10 @@ fn describe_frame(frame: &PeerFrame) -> String {
             let finals: Vec<_> = r.finals.iter().map(|(s, c)| (s.0, c.len())).collect();
             let nodes = r.nodes.iter().map(|(s, c, n)| format!("{s}/{c}:{}", n.len()));
             let nodes: Vec<String> = nodes.collect();
-            format!("report of {} at {} finals {finals:?} nodes {nodes:?}", r.world.generation, r.applied)
+            format!(
+                "report of {} at {} finals {finals:?} nodes {nodes:?}",
+                r.world.generation, r.applied
+            )
         }
         PeerFrame::Node(n) => format!("node {}/{}/{}", n.step, n.chunk, n.node),
         PeerFrame::Final(f) => {
@@ -753,4 +761,3 @@ fn describe_user(user: &User) -> String {
         User::Busy(Work::Load { state, .. }, _) => format!("loading {}", state.boundary),
     }
 }
-

@@ -1,0 +1,114 @@
+//! [`Plan`]: which faults happen when, and how the world looks; drawn from a seed.
+
+use std::time::Duration;
+
+use crate::seed::Rng;
+
+/// A fault. Which worker it meets is drawn when it happens, among those alive.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Fault {
+    /// A worker is killed; its agent says so, or nobody does.
+    KillWorker {
+        /// Whether an agent saw it.
+        is_seen: bool,
+    },
+    /// Two workers are killed at once.
+    KillTwo,
+    /// All workers are killed.
+    KillAll,
+    /// A worker is stopped for a while, and comes back.
+    Freeze {
+        /// For how long.
+        ms: u64,
+    },
+    /// A worker is asked to leave.
+    Drain,
+    /// A worker joins.
+    Join,
+    /// A coordinator is killed, and started again from its disk.
+    KillCoordinator {
+        /// When it comes back.
+        down_ms: u64,
+    },
+    /// Two coordinators do not hear each other.
+    CutCoordinators {
+        /// For how long.
+        ms: u64,
+    },
+    /// The link between two workers breaks, with what is on it.
+    BreakLink {
+        /// For how long.
+        ms: u64,
+    },
+    /// The store fails.
+    StoreFails {
+        /// For how long.
+        ms: u64,
+    },
+}
+
+/// The shape of a run and its faults.
+#[derive(Clone, Debug)]
+pub struct Plan {
+    /// Raft voters.
+    pub coordinators: u64,
+    /// Workers at the start.
+    pub workers: u64,
+    /// Fewer, and the job waits.
+    pub min_members: u32,
+    /// The job's virtual ranks.
+    pub virtual_ranks: u32,
+    /// Chunks of the gradient, the report chunk among them.
+    pub chunks: u32,
+    /// Steps of the job.
+    pub steps: u64,
+    /// Whether it has a checkpoint store.
+    pub has_store: bool,
+    /// Faults, by the time since the start.
+    pub faults: Vec<(Duration, Fault)>,
+}
+
+impl Plan {
+    /// Draws a plan: a fifth of all seeds have no fault (false alarms show there), a fifth a single one (so that none masks another).
+    #[must_use]
+    pub fn draw(seed: u64) -> Self {
+        let mut rng = Rng::stream(seed, "plan");
+        let workers = rng.within(1, 5);
+        let virtual_ranks = rng.within(workers + 1, 12) as u32;
+        let has_store = rng.percent(75);
+        let count = match rng.below(5) {
+            0 => 0,
+            1 => 1,
+            _ => rng.within(2, 9),
+        };
+        let mut faults: Vec<(Duration, Fault)> = (0..count)
+            .map(|_| (Duration::from_millis(rng.within(100, 6000)), Self::fault(&mut rng)))
+            .collect();
+        faults.sort_by_key(|(at, _)| *at);
+        Self {
+            coordinators: if rng.percent(70) { 3 } else { 1 },
+            workers,
+            min_members: rng.within(1, workers.min(2)) as u32,
+            virtual_ranks,
+            chunks: rng.within(1, 4) as u32,
+            steps: rng.within(8, 40),
+            has_store,
+            faults,
+        }
+    }
+
+    fn fault(rng: &mut Rng) -> Fault {
+        match rng.below(100) {
+            0..25 => Fault::KillWorker { is_seen: rng.percent(75) },
+            25..33 => Fault::KillTwo,
+            33..38 => Fault::KillAll,
+            38..48 => Fault::Freeze { ms: rng.within(20, 2500) },
+            48..56 => Fault::Drain,
+            56..72 => Fault::Join,
+            72..82 => Fault::KillCoordinator { down_ms: rng.within(50, 3000) },
+            82..87 => Fault::CutCoordinators { ms: rng.within(50, 2500) },
+            87..95 => Fault::BreakLink { ms: rng.within(5, 800) },
+            _ => Fault::StoreFails { ms: rng.within(50, 3000) },
+        }
+    }
+}

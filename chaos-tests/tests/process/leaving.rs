@@ -1,0 +1,154 @@
+//! TERM: leaving in good order, or at once. And an agent that is killed itself.
+
+use std::collections::BTreeMap;
+
+use anyhow::{Context, ensure};
+use ripstop_chaos::process::{Cluster, Job, Place, Signal, Traces, Writer, play};
+
+#[test]
+fn a_worker_that_gets_term_leaves_with_75_and_no_leaf_is_computed_twice() -> anyhow::Result<()> {
+    play(|cluster| {
+        let job = Job::new(120).with_leaf_ms(5);
+        let undisturbed = cluster.undisturbed(&job)?;
+        let agent = cluster.start_agent(&job, Place::Standalone, 3)?;
+        step(cluster, 20)?;
+        let leaver = cluster.traces().alive()[1];
+        ensure!(cluster.signal_worker(leaver, Signal::TERM)?, "worker {leaver} was gone already");
+        let exit = cluster.wait("its end", |t| t.exit_of(leaver).map(str::to_owned))?;
+        ensure!(exit == "exited with code 75", "worker {leaver} {exit}");
+        let left_at = cluster.traces().boundary();
+        ensure!(left_at < job.steps(), "it left only at the end");
+        let said = cluster.said(&agent)?;
+        ensure!(said.code == 0, "the agent ended with code {}", said.code);
+        ensure!(
+            cluster.traces().started().count() == 3,
+            "who left in good order is not started again"
+        );
+        let twice = computed_twice(cluster.traces());
+        ensure!(
+            twice.is_empty(),
+            "leaves computed twice, as (step, rank) and by how many: {twice:?}"
+        );
+        cluster.check_end(&undisturbed, &said)
+    })
+}
+
+#[test]
+fn an_agent_that_gets_term_saves_and_leaves_with_75_and_nothing_is_lost() -> anyhow::Result<()> {
+    play(|cluster| {
+        // No checkpoint is due by itself.
+        let flags = ["--checkpoint", "checkpoints", "--checkpoint-every", "1h"];
+        let job = Job::new(120).with_leaf_ms(5).with_flags(&flags);
+        let undisturbed = cluster.undisturbed(&job)?;
+        let agent = cluster.start_agent(&job, Place::Standalone, 3)?;
+        step(cluster, 20)?;
+        let asked_at = cluster.traces().boundary();
+        cluster.signal(&agent, Signal::TERM)?;
+        let said = cluster.said(&agent)?;
+        ensure!(said.code == 75, "the agent ended with code {}", said.code);
+        let all: Vec<u64> = cluster.traces().started().map(|s| s.node).collect();
+        for node in all {
+            let exit = cluster.traces().exit_of(node);
+            ensure!(exit == Some("exited with code 75"), "worker {node} {exit:?}");
+        }
+        let saved = cluster.traces().checkpoint().context("nothing was saved")?;
+        ensure!(saved < job.steps(), "the job had ended before");
+        ensure!(saved >= asked_at, "saved {saved}, but asked to leave at {asked_at}");
+
+        cluster.renew_traces()?;
+        let agent = cluster.start_agent(&job, Place::Standalone, 2)?;
+        let said = cluster.said(&agent)?;
+        let begins = begins(cluster.traces());
+        ensure!(begins == [saved], "the job went on from {begins:?}, not from {saved}");
+        cluster.check_end(&undisturbed, &said)
+    })
+}
+
+#[test]
+fn a_second_term_ends_everything_at_once_with_143() -> anyhow::Result<()> {
+    play(|cluster| {
+        // A step takes minutes: nobody can leave in good order soon.
+        let job = Job::new(10).with_leaf_ms(120_000);
+        let agent = cluster.start_agent(&job, Place::Standalone, 2)?;
+        cluster.wait("a world", |traces| traces.settled_world().map(drop))?;
+        cluster.signal(&agent, Signal::TERM)?;
+        cluster.poll("the agent to hear it", |c| {
+            Ok(c.output(&agent)?.1.contains("signal received").then_some(()))
+        })?;
+        let workers = cluster.traces().alive();
+        ensure!(
+            workers.len() == 2 && workers.iter().all(|w| cluster.is_running(*w)),
+            "they did not wait"
+        );
+        cluster.signal(&agent, Signal::TERM)?;
+        let said = cluster.said(&agent)?;
+        ensure!(said.code == 143, "the agent ended with code {}", said.code);
+        ensure!(workers.iter().all(|w| !cluster.is_running(*w)), "a worker outlived its agent");
+        Ok(())
+    })
+}
+
+#[test]
+fn workers_end_with_their_agent_and_others_go_on() -> anyhow::Result<()> {
+    play(|cluster| {
+        let flags = ["--expected-members", "4"];
+        let job = Job::new(120).with_leaf_ms(5).with_flags(&flags);
+        let undisturbed = cluster.undisturbed(&job)?;
+        cluster.start_single_coordinator()?;
+        let doomed = cluster.start_agent(&job, Place::Coordinators, 2)?;
+        cluster.wait("its workers", |traces| (traces.alive().len() == 2).then_some(()))?;
+        let orphans = cluster.traces().alive();
+        let agent = cluster.start_agent(&job, Place::Coordinators, 2)?;
+        step(cluster, 20)?;
+        cluster.kill(&doomed)?;
+        cluster.poll("its workers to end", |cluster| {
+            Ok(orphans.iter().all(|worker| !cluster.is_running(*worker)).then_some(()))
+        })?;
+        ensure!(cluster.traces().boundary() < job.steps(), "the job had ended before");
+        let said = cluster.said(&agent)?;
+        cluster.check_end(&undisturbed, &said)
+    })
+}
+
+fn step(cluster: &mut Cluster, boundary: u64) -> anyhow::Result<()> {
+    let reached = |traces: &Traces| (traces.boundary() >= boundary).then_some(());
+    cluster.wait(&format!("boundary {boundary}"), reached)
+}
+
+/// The leaves that more than one computation went into.
+fn computed_twice(traces: &Traces) -> BTreeMap<(u64, u64), usize> {
+    let mut times: BTreeMap<(u64, u64), usize> = BTreeMap::new();
+    for (_, lines) in traces.workers() {
+        let leaves = lines.iter().filter(|line| line.event == "leaf");
+        for leaf in leaves.filter_map(|line| line.number("step").zip(line.number("rank"))) {
+            *times.entry(leaf).or_default() += 1;
+        }
+    }
+    times.retain(|_, times| *times > 1);
+    times
+}
+
+/// The boundaries at which workers of a cluster began.
+pub(crate) fn begins(traces: &Traces) -> Vec<u64> {
+    let first = |node: u64| {
+        let mut lines = traces.of(Writer::Worker(node)).iter();
+        lines.find(|line| line.event == "loaded").and_then(|line| line.number("step"))
+    };
+    let mut begins: Vec<u64> = traces.started().filter_map(|started| first(started.node)).collect();
+    begins.sort_unstable();
+    begins.dedup();
+    begins
+}
+
+#[test]
+fn the_helper_finds_a_leaf_that_was_computed_twice() -> anyhow::Result<()> {
+    play(|cluster| {
+        let leaf = "{\"event\":\"leaf\",\"t_ns\":1,\"step\":3,\"rank\":1}\n";
+        let folder = cluster.folder().join("trace-1");
+        std::fs::write(folder.join("worker-1.ndjson"), leaf)?;
+        std::fs::write(folder.join("worker-2.ndjson"), leaf)?;
+        cluster.wait("both", |traces| (traces.workers().count() == 2).then_some(()))?;
+        let twice = computed_twice(cluster.traces());
+        twice.get(&(3, 1)).filter(|times| **times == 2).map(drop).context("it was not found")
+    })
+}

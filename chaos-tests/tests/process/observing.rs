@@ -1,0 +1,114 @@
+//! What people and machines see of a running job: HTTP, status and events.
+
+use std::io::{Read, Write};
+use std::net::{SocketAddr, TcpStream};
+use std::time::Duration;
+
+use anyhow::{Context, ensure};
+use ripstop_chaos::process::{Job, Place, coordinator, free_port, play};
+use serde_json::Value;
+
+#[test]
+fn http_status_and_events_show_a_running_job() -> anyhow::Result<()> {
+    play(|cluster| {
+        // Only one of three at first: it lives, and is not ready.
+        let http = SocketAddr::from(([127, 0, 0, 1], free_port()?));
+        let mut command = cluster.coordinator_command(1);
+        command.args(["--http", &http.to_string()]);
+        cluster.start(&coordinator(1), command)?;
+        let alive =
+            |_: &mut _| Ok(get(http, "/livez").ok().filter(|(code, _)| *code == 200).map(drop));
+        cluster.poll("/livez", alive)?;
+        ensure!(get(http, "/readyz")?.0 == 503, "ready without a leader");
+        cluster.start_coordinators(&[2, 3])?;
+        let ready =
+            |_: &mut _| Ok(get(http, "/readyz").ok().filter(|(code, _)| *code == 200).map(drop));
+        cluster.poll("/readyz", ready)?;
+
+        let job = Job::new(300).with_leaf_ms(5).with_flags(&[
+            "--expected-members",
+            "2",
+            "--checkpoint",
+            "c",
+            "--checkpoint-every",
+            "300ms",
+        ]);
+        let agent = cluster.start_agent(&job, Place::Coordinators, 2)?;
+        cluster.wait("a checkpoint of two members", |traces| {
+            let is_full = traces.settled_world().is_some_and(|(_, nodes)| nodes.len() == 2);
+            traces.checkpoint().filter(|_| is_full)
+        })?;
+        let (code, metrics) = get(http, "/metrics")?;
+        ensure!(code == 200, "/metrics answers {code}");
+        check_exposition(&metrics)?;
+        ensure!(get(http, "/nothing")?.0 == 404, "a page that does not exist");
+
+        let list = cluster.coordinator_list();
+        let place = ["--coordinators", &list, "--certs", "ca", "-o", "json"];
+        let status = cluster.run(&[&["status"], place.as_slice()].concat())?;
+        let status: Value = serde_json::from_str(&status.out).context("status")?;
+        let leaders = status["coordinators"].as_array().context("coordinators")?;
+        ensure!(leaders.iter().filter(|c| c["is_leader"] == true).count() == 1, "{status}");
+        let members = status["jobs"][0]["members"].as_array().context("members")?;
+        ensure!(members.len() == 2 && members.iter().all(|m| m["rank"].is_u64()), "{status}");
+        ensure!(status["jobs"][0]["checkpoint"]["step"].as_u64() > Some(0), "{status}");
+
+        let events = cluster.run(&[&["events"], place.as_slice()].concat())?;
+        let events: Result<Vec<Value>, _> = events.out.lines().map(serde_json::from_str).collect();
+        let events = events.context("events")?;
+        for kind in ["leader", "token_used", "joined", "world", "checkpoint_committed"] {
+            ensure!(
+                events.iter().any(|event| event["kind"] == kind),
+                "no event {kind}: {events:?}"
+            );
+        }
+        let indices: Vec<u64> = events.iter().filter_map(|event| event["index"].as_u64()).collect();
+        ensure!(indices.is_sorted() && indices.len() == events.len(), "out of order: {indices:?}");
+        let said = cluster.said(&agent)?;
+        ensure!(said.code == 0, "the agent ended with code {}", said.code);
+        Ok(())
+    })
+}
+
+/// Every line is a comment or `name{labels} number`, and what people watch is there.
+fn check_exposition(metrics: &str) -> anyhow::Result<()> {
+    for line in metrics.lines().filter(|line| !line.starts_with('#') && !line.is_empty()) {
+        let (name, value) = line.rsplit_once(' ').context("a metric without value")?;
+        ensure!(name.starts_with("ripstop_") && value.parse::<f64>().is_ok(), "{line}");
+    }
+    for name in ["ripstop_raft_", "ripstop_events_total"] {
+        ensure!(metrics.contains(name), "no {name}: {metrics}");
+    }
+    Ok(())
+}
+
+/// The answer to a GET, by hand.
+fn get(at: SocketAddr, path: &str) -> anyhow::Result<(u16, String)> {
+    let limit = Duration::from_secs(10);
+    let mut stream = TcpStream::connect_timeout(&at, limit)?;
+    stream.set_read_timeout(Some(limit))?;
+    write!(stream, "GET {path} HTTP/1.1\r\nHost: {at}\r\nConnection: close\r\n\r\n")?;
+    let mut answer = String::new();
+    stream.read_to_string(&mut answer)?;
+    let (head, body) = answer.split_once("\r\n\r\n").context("no end of the head")?;
+    let code = head.split(' ').nth(1).and_then(|code| code.parse().ok()).context("no code")?;
+    Ok((code, body.to_owned()))
+}
+
+#[test]
+fn a_standalone_job_is_found_by_status_without_any_flag() -> anyhow::Result<()> {
+    play(|cluster| {
+        let name = format!("chaos-{}", std::process::id());
+        let job = Job::new(200).with_leaf_ms(5).with_flags(&["--run-id", &name]);
+        let agent = cluster.start_agent(&job, Place::Standalone, 2)?;
+        cluster.wait("steps", |traces| (traces.boundary() >= 5).then_some(()))?;
+        let status = cluster.run(&["status", "--run-id", &name, "-o", "json"])?;
+        let status: Value =
+            serde_json::from_str(&status.out).with_context(|| format!("{status:?}"))?;
+        ensure!(status["jobs"][0]["job"] == name.as_str(), "{status}");
+        ensure!(cluster.said(&agent)?.code == 0, "the agent failed");
+        let gone = cluster.run(&["status", "--run-id", &name])?;
+        ensure!(gone.code == 64 && gone.err.contains("--coordinators"), "{gone:?}");
+        Ok(())
+    })
+}
