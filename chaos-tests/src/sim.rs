@@ -396,7 +396,7 @@ impl Sim {
             Happening::ToClient { link, message } => {
                 if let Some(link) = self.control_links.get(&link).copied() {
                     self.with_participant(link.client, |p| {
-                        p.handle_message(now, link.key, message)
+                        p.handle_message(now, link.key, message);
                     });
                 }
             }
@@ -481,7 +481,9 @@ impl Sim {
                         reason: "asked".into(),
                         sequence: 0,
                     };
-                    self.with_participant(Client::Worker(node), |p| drop(p.request(now, drain)));
+                    self.with_participant(Client::Worker(node), |p| {
+                        p.request(now, drain);
+                    });
                     let after = self.chance.within(500, 4000);
                     self.push(ms(after), Happening::Spawn);
                 }
@@ -732,7 +734,9 @@ impl Sim {
             self.push(ms(time), Happening::Uploaded { node: id, intent, digest });
         }
         self.with_participant_quietly(Client::Worker(id), |p| {
-            requests.into_iter().for_each(|message| drop(p.request(now, message)));
+            requests.into_iter().for_each(|message| {
+                p.request(now, message);
+            });
             p.set_heartbeat(now, heartbeat);
         });
     }
@@ -806,7 +810,9 @@ impl Sim {
             }
         };
         if self.awake(node).is_some() {
-            self.with_participant(Client::Worker(node), |p| drop(p.request(now, message)));
+            self.with_participant(Client::Worker(node), |p| {
+                p.request(now, message);
+            });
         }
     }
 
@@ -832,7 +838,9 @@ impl Sim {
             self.store.entry(manifest.clone()).or_insert(state);
             ToCoordinator::Published { attempt: intent.attempt, manifest, hash }
         };
-        self.with_participant(Client::Worker(node), |p| drop(p.request(now, message)));
+        self.with_participant(Client::Worker(node), |p| {
+            p.request(now, message);
+        });
     }
 
     // ---- control connections ----
@@ -938,7 +946,7 @@ impl Sim {
             let wrong = Arc::make_mut(world);
             match self.planted {
                 Some(Planted::TwoWorlds) if is_to_last && wrong.members.len() > 1 => {
-                    wrong.members.reverse()
+                    wrong.members.reverse();
                 }
                 Some(Planted::ServedTwice) if wrong.members.len() > 1 => {
                     let block = wrong.members[0].blocks[0];

@@ -87,7 +87,7 @@ pub(crate) fn run(command: CheckpointCommand, output: OutputFormat) -> anyhow::R
             match output {
                 OutputFormat::Json => print(&json!({"files": files}).to_string()),
                 OutputFormat::Text => {
-                    files.iter().for_each(|file| print(&file.display().to_string()))
+                    files.iter().for_each(|file| print(&file.display().to_string()));
                 }
             }
         }

@@ -503,6 +503,21 @@ impl StepCycle {
         self.world.as_ref().is_some_and(|w| !w.has_member(self.me) && !w.has_follower(self.me))
     }
 
+    /// Whether this member needs finals that others applied and that nobody in the present world holds any more. It can't go on: it must
+    /// leave and join again, once coordinators know that the world was entered. (It was out, the others went on without it, and it was
+    /// taken in again because none of them was known to be an heir.)
+    #[must_use]
+    pub fn is_orphaned(&self) -> bool {
+        let Some((entry, state)) = self.entry.as_ref().zip(self.state) else { return false };
+        let is_held = |step: Step, chunk: Chunk| {
+            self.finals.get(&step).is_some_and(|held| held.contains_key(&chunk))
+                || self.reports.values().any(|r| reports_final(r, step, chunk))
+        };
+        (state.applied.0..entry.live.0)
+            .map(Step)
+            .any(|step| (0..self.chunks).map(Chunk).any(|chunk| !is_held(step, chunk)))
+    }
+
     /// The newest generation that this node has heard of.
     #[must_use]
     pub fn newest_generation(&self) -> Option<Generation> {

@@ -41,7 +41,7 @@ impl TrainState {
         let seed = mix(head ^ mix(u64::from(rank.0) << 32 | u64::from(chunk)) ^ noise);
         let mut rng = Rng(seed ^ u64::from(self.numbers[chunk as usize].to_bits()));
         let number = |_| {
-            let bits = rng.next();
+            let bits = rng.next_u64();
             let sign = if bits & 1 == 0 { 1.0 } else { -1.0 };
             let mantissa = 1.0 + (bits >> 40) as f32 / (1 << 24) as f32;
             sign * mantissa * 2.0_f32.powi((bits >> 1) as i32 % 16)

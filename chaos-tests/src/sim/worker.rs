@@ -61,10 +61,8 @@ impl Worker {
     pub(crate) fn handle_event(&mut self, event: ParticipantEvent) -> Option<ParticipantEvent> {
         match event {
             ParticipantEvent::World(world) => self.node.handle_world(world),
-            ParticipantEvent::Intent(intent) => {
-                if intent.members.contains(&self.id()) {
-                    self.intent = Some(intent);
-                }
+            ParticipantEvent::Intent(intent) if intent.members.contains(&self.id()) => {
+                self.intent = Some(intent);
             }
             ParticipantEvent::Committed { attempt, .. }
             | ParticipantEvent::Abandoned { attempt, .. } => {

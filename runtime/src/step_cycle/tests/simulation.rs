@@ -412,6 +412,10 @@ impl Simulation {
             let delay = self.rng.within(1, 300);
             self.at(delay, Event::Beat { node, beat });
         }
+        if self.nodes[&node].cycle.is_orphaned() && self.rng.percent(30) {
+            // As it must: it ends, and another worker joins.
+            return self.crash(node);
+        }
         if self.coordinator.living.contains(&node)
             && let Some(world) = self.coordinator.newest().cloned()
             && self.rng.percent(15)
