@@ -4,6 +4,9 @@ use types::World;
 
 use super::Violation;
 
+/// The name of this invariant.
+pub const NAME: &str = "blocks_tile_the_virtual_ranks";
+
 /// Checks a world, by counting.
 ///
 /// # Errors
@@ -32,5 +35,5 @@ pub fn check(world: &World) -> Result<(), Violation> {
 }
 
 fn violation(seen: String) -> Violation {
-    Violation { invariant: "blocks_tile_the_virtual_ranks", seen }
+    Violation { invariant: NAME, seen }
 }

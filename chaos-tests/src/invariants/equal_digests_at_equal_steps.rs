@@ -5,6 +5,9 @@ use types::{Digest, NodeId, Step};
 use super::Violation;
 use crate::sim::node::{Shape, TrainState};
 
+/// The name of this invariant.
+pub const NAME: &str = "equal_digests_at_equal_steps";
+
 /// The undisturbed run, computed as far as it was asked for.
 #[derive(Debug)]
 pub struct EqualDigestsAtEqualSteps {
@@ -38,6 +41,6 @@ impl EqualDigestsAtEqualSteps {
         let seen = format!(
             "node {node} has {digest:#} at boundary {boundary}, the undisturbed run {expected:#}"
         );
-        Err(Violation { invariant: "equal_digests_at_equal_steps", seen })
+        Err(Violation { invariant: NAME, seen })
     }
 }

@@ -4,6 +4,9 @@ use std::time::Duration;
 
 use super::Violation;
 
+/// The name of this invariant.
+pub const NAME: &str = "every_wait_ends";
+
 /// How long after the last fault a job may take, in virtual time: far longer than any deadline that derives from the recovery target, and
 /// than the steps themselves.
 pub const LIMIT: Duration = Duration::from_secs(240);
@@ -12,7 +15,7 @@ pub const LIMIT: Duration = Duration::from_secs(240);
 #[must_use]
 pub fn violation(state: &str) -> Violation {
     Violation {
-        invariant: "every_wait_ends",
+        invariant: NAME,
         seen: format!("the job is not done {LIMIT:?} after the last fault: {state}"),
     }
 }

@@ -7,6 +7,9 @@ use types::{Generation, World};
 
 use super::Violation;
 
+/// The name of this invariant.
+pub const NAME: &str = "one_world_per_generation";
+
 /// All worlds that anybody was told, and the last one that the log formed.
 #[derive(Clone, Debug, Default)]
 pub struct OneWorldPerGeneration {
@@ -45,5 +48,5 @@ impl OneWorldPerGeneration {
 }
 
 fn violation(seen: String) -> Violation {
-    Violation { invariant: "one_world_per_generation", seen }
+    Violation { invariant: NAME, seen }
 }
