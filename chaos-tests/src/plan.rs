@@ -2,10 +2,13 @@
 
 use std::time::Duration;
 
+use serde::{Deserialize, Serialize};
+
 use crate::seed::Rng;
 
 /// A fault. Which worker it meets is drawn when it happens, among those alive.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
 pub enum Fault {
     /// A worker is killed; its agent says so, or nobody does.
     KillWorker {
@@ -40,6 +43,11 @@ pub enum Fault {
         /// For how long.
         ms: u64,
     },
+    /// A worker loses its coordinators, and not its peers: it goes on training, and is taken for dead.
+    CutControl {
+        /// For how long.
+        ms: u64,
+    },
     /// The store fails.
     StoreFails {
         /// For how long.
@@ -47,8 +55,19 @@ pub enum Fault {
     },
 }
 
+/// A fault and its time.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Due {
+    /// Milliseconds after the workers started.
+    pub at_ms: u64,
+    /// What happens then.
+    pub fault: Fault,
+}
+
 /// The shape of a run and its faults.
-#[derive(Clone, Debug)]
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Plan {
     /// Raft voters.
     pub coordinators: u64,
@@ -64,8 +83,9 @@ pub struct Plan {
     pub steps: u64,
     /// Whether it has a checkpoint store.
     pub has_store: bool,
-    /// Faults, by the time since the start.
-    pub faults: Vec<(Duration, Fault)>,
+    /// Faults, in order of time.
+    #[serde(default)]
+    pub faults: Vec<Due>,
 }
 
 impl Plan {
@@ -74,27 +94,38 @@ impl Plan {
     pub fn draw(seed: u64) -> Self {
         let mut rng = Rng::stream(seed, "plan");
         let workers = rng.within(1, 5);
-        let virtual_ranks = rng.within(workers + 1, 12) as u32;
+        // With fewer virtual ranks than workers, the others are hot spares.
+        let virtual_ranks = if rng.percent(20) {
+            rng.within(1, workers) as u32
+        } else {
+            rng.within(workers + 1, 12) as u32
+        };
         let has_store = rng.percent(75);
         let count = match rng.below(5) {
             0 => 0,
             1 => 1,
             _ => rng.within(2, 9),
         };
-        let mut faults: Vec<(Duration, Fault)> = (0..count)
-            .map(|_| (Duration::from_millis(rng.within(100, 6000)), Self::fault(&mut rng)))
+        let mut faults: Vec<Due> = (0..count)
+            .map(|_| Due { at_ms: rng.within(100, 6000), fault: Self::fault(&mut rng) })
             .collect();
-        faults.sort_by_key(|(at, _)| *at);
+        faults.sort_by_key(|due| due.at_ms);
         Self {
             coordinators: if rng.percent(70) { 3 } else { 1 },
             workers,
-            min_members: rng.within(1, workers.min(2)) as u32,
+            min_members: rng.within(1, u64::from(virtual_ranks).min(workers).min(2)) as u32,
             virtual_ranks,
             chunks: rng.within(1, 4) as u32,
             steps: rng.within(8, 40),
             has_store,
             faults,
         }
+    }
+
+    /// When the last fault happens, after the workers started.
+    #[must_use]
+    pub fn last(&self) -> Duration {
+        Duration::from_millis(self.faults.last().map_or(0, |due| due.at_ms))
     }
 
     fn fault(rng: &mut Rng) -> Fault {
@@ -107,7 +138,8 @@ impl Plan {
             56..72 => Fault::Join,
             72..82 => Fault::KillCoordinator { down_ms: rng.within(50, 3000) },
             82..87 => Fault::CutCoordinators { ms: rng.within(50, 2500) },
-            87..95 => Fault::BreakLink { ms: rng.within(5, 800) },
+            87..92 => Fault::BreakLink { ms: rng.within(5, 800) },
+            92..96 => Fault::CutControl { ms: rng.within(50, 3000) },
             _ => Fault::StoreFails { ms: rng.within(50, 3000) },
         }
     }

@@ -1,13 +1,13 @@
 //! [`Sim`]: one run of the whole system in one thread, under virtual time.
 //!
 //! Coordinators, participants and step machines are the real ones. What can lie is simulated here: links (late, broken, cut), disks
-//! (a crash keeps what was written and nothing that was not), processes (killed, frozen, drained), the store, and how long the user's
+//! (a crash keeps what was synced, and some of the rest in order), processes (killed, frozen, drained), the store, and how long the user's
 //! program takes. Nothing here decides anything that a machine should.
 
 pub(crate) mod node;
 mod worker;
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
@@ -15,8 +15,8 @@ use std::time::Duration;
 use bytes::Bytes;
 use membership::{
     Action, Cause, Config, ConnectionKey, Coordinator, Event, Fingerprint, FoundCheckpoint,
-    FromCoordinator, Intent, JobSpec, Join, Participant, ParticipantAction, ParticipantEvent, Peer,
-    RecoveredLog, Release, Role, Timing, ToCoordinator,
+    FromCoordinator, Intent, JobSpec, Join, LogWrite, Participant, ParticipantAction,
+    ParticipantEvent, Peer, RecoveredLog, Release, Role, Timing, ToCoordinator,
 };
 use ripstop::step_cycle::PeerFrame;
 use types::{Address, Digest, JobId, NodeId, Origin, Start, Step, Timestamp, VirtualRanks};
@@ -85,6 +85,9 @@ pub struct Sim {
     network: Rng,
     program: Rng,
     chance: Rng,
+    disks: Rng,
+    /// Workers that no coordinator hears, and until when.
+    unheard: BTreeMap<NodeId, Timestamp>,
     one_world: OneWorldPerGeneration,
     digests: EqualDigestsAtEqualSteps,
     told_events: BTreeSet<u64>,
@@ -93,7 +96,7 @@ pub struct Sim {
     checkpoints: u64,
     events: u64,
     hasher: blake3::Hasher,
-    newest: std::collections::VecDeque<String>,
+    newest: VecDeque<String>,
     failure: Option<Violation>,
 }
 
@@ -101,8 +104,17 @@ pub struct Sim {
 struct Seat {
     config: Config,
     disk: RecoveredLog,
+    /// Written and not yet on the disk: a crash keeps some of it, in order.
+    unsynced: VecDeque<Written>,
     machine: Option<Coordinator>,
     incarnation: u64,
+}
+
+#[derive(Debug)]
+struct Written {
+    number: u64,
+    write: LogWrite,
+    is_synced: bool,
 }
 
 /// Who is at the client's end of a control connection.
@@ -155,6 +167,32 @@ impl Happening {
     }
 }
 
+impl Seat {
+    /// A write is confirmed. What asked for it is on the disk now, and all before it; what did not may still be lost.
+    fn persisted(&mut self, number: u64) {
+        if self.unsynced.iter().any(|w| w.number == number && w.is_synced) {
+            while self.unsynced.front().is_some_and(|w| w.number <= number) {
+                self.record_next();
+            }
+        }
+    }
+
+    /// The process ends; the disk has the first `kept` of the writes that were under way.
+    fn crash(&mut self, kept: u64) {
+        self.machine = None;
+        for _ in 0..kept {
+            self.record_next();
+        }
+        self.unsynced.clear();
+    }
+
+    fn record_next(&mut self) {
+        if let Some(written) = self.unsynced.pop_front() {
+            self.disk.record(&written.write).expect("a write that fits the log");
+        }
+    }
+}
+
 impl Sim {
     /// A run of `plan`, its chances drawn from `seed`.
     ///
@@ -174,6 +212,7 @@ impl Sim {
                 .build()
                 .expect("a plan's voters can be"),
             disk: RecoveredLog::default(),
+            unsynced: VecDeque::new(),
             machine: None,
             incarnation: 0,
         };
@@ -200,6 +239,8 @@ impl Sim {
             network: Rng::stream(seed, "network"),
             program: Rng::stream(seed, "program"),
             chance: Rng::stream(seed, "chance"),
+            disks: Rng::stream(seed, "disks"),
+            unheard: BTreeMap::new(),
             one_world: OneWorldPerGeneration::default(),
             digests: EqualDigestsAtEqualSteps::new(shape),
             told_events: BTreeSet::new(),
@@ -208,7 +249,7 @@ impl Sim {
             checkpoints: 0,
             events: 0,
             hasher: blake3::Hasher::new(),
-            newest: std::collections::VecDeque::new(),
+            newest: VecDeque::new(),
             failure: None,
             planted,
             plan,
@@ -221,10 +262,10 @@ impl Sim {
             sim.push(ms(after), Happening::Spawn);
         }
         let faults = sim.plan.faults.clone();
-        for (at, fault) in &faults {
-            sim.push(ms(1500) + *at, Happening::Fault(*fault));
+        for due in faults {
+            sim.push(ms(1500 + due.at_ms), Happening::Fault(due.fault));
         }
-        let last = faults.last().map_or(Duration::ZERO, |(at, _)| *at);
+        let last = sim.plan.last();
         sim.push(ms(1500) + last + ms(3500), Happening::Quiet);
         sim
     }
@@ -232,7 +273,7 @@ impl Sim {
     /// Runs to the end of the job, or to the first invariant that does not hold.
     #[must_use]
     pub fn run(mut self) -> Outcome {
-        let last = self.plan.faults.last().map_or(Duration::ZERO, |(at, _)| *at);
+        let last = self.plan.last();
         let end = self.started + ms(1500) + last + every_wait_ends::LIMIT;
         while self.failure.is_none() && !self.is_over() {
             if !self.turn() || self.now > end || self.events > EVENTS_MAX {
@@ -383,6 +424,9 @@ impl Sim {
             Happening::Persisted { seat: id, incarnation, number } => {
                 let seat = self.seat(id);
                 let is_same = seat.incarnation == incarnation;
+                if is_same {
+                    seat.persisted(number);
+                }
                 if let Some(machine) = seat.machine.as_mut().filter(|_| is_same) {
                     machine.handle_persisted(now, number);
                     self.drain_seat(id);
@@ -518,6 +562,15 @@ impl Sim {
                     self.push(ms(time), Happening::Link(a, b));
                 }
             }
+            Fault::CutControl { ms: time } => {
+                if let Some(node) = self.chance.pick(&running) {
+                    self.unheard.insert(node, self.now + ms(time));
+                    for key in self.lose_control(node) {
+                        let client = Client::Worker(node);
+                        self.push(ms(2), Happening::Down { client, key });
+                    }
+                }
+            }
             Fault::StoreFails { ms: time } => self.store_fails_until = self.now + ms(time),
         }
     }
@@ -563,20 +616,23 @@ impl Sim {
             self.break_link(a, b);
             self.links.remove(&(a, b));
         }
-        let ended: Vec<(ConnectionKey, u64)> = self
-            .control_links
-            .iter()
-            .filter(|(_, l)| l.client == Client::Worker(node))
-            .map(|(key, l)| (*key, l.seat))
-            .collect();
-        for (key, seat) in ended {
-            self.control_links.remove(&key);
+        self.lose_control(node);
+    }
+
+    /// Its connections to coordinators end there; returns their names at the worker.
+    fn lose_control(&mut self, node: NodeId) -> Vec<ConnectionKey> {
+        let of_node = |(_, l): &(&ConnectionKey, &ControlLink)| l.client == Client::Worker(node);
+        let ended: Vec<(ConnectionKey, ControlLink)> =
+            self.control_links.iter().filter(of_node).map(|(key, l)| (*key, *l)).collect();
+        for (key, link) in &ended {
+            self.control_links.remove(key);
             let now = self.now;
-            if let Some(machine) = self.seat(seat).machine.as_mut() {
-                machine.handle_disconnected(now, key);
-                self.drain_seat(seat);
+            if let Some(machine) = self.seat(link.seat).machine.as_mut() {
+                machine.handle_disconnected(now, *key);
+                self.drain_seat(link.seat);
             }
         }
+        ended.into_iter().map(|(_, link)| link.key).collect()
     }
 
     /// What is on its way between the two is lost.
@@ -586,8 +642,10 @@ impl Sim {
     }
 
     fn kill_seat(&mut self, id: u64) {
-        self.trace(format!("coordinator {id} is killed"));
-        self.seat(id).machine = None;
+        let unsynced = self.seat(id).unsynced.len() as u64;
+        let kept = self.disks.below(unsynced + 1);
+        self.trace(format!("coordinator {id} is killed; {kept} of {unsynced} writes are kept"));
+        self.seat(id).crash(kept);
         let broken: Vec<ControlLink> =
             self.control_links.values().filter(|l| l.seat == id).copied().collect();
         self.control_links.retain(|_, link| link.seat != id);
@@ -654,7 +712,7 @@ impl Sim {
                 job: self.job.clone(),
                 virtual_ranks: self.shape.v,
                 min_members: self.plan.min_members,
-                expected_members: self.plan.workers as u32,
+                expected_members: (self.plan.workers as u32).min(self.plan.virtual_ranks),
                 max_members: self.plan.virtual_ranks,
                 total_steps: Some(self.shape.total),
                 checkpoint_every: self.plan.has_store.then_some(ms(700)),
@@ -871,6 +929,10 @@ impl Sim {
         if self.participant(client).is_none() {
             return;
         }
+        let unheard = |node| self.unheard.get(&node).is_some_and(|until| *until > now);
+        if matches!(client, Client::Worker(node) if unheard(node)) {
+            return self.push(ms(20), Happening::Down { client, key });
+        }
         let (role, node, job) = match client {
             Client::Agent => (Role::Agent, NodeId(1_000_000), None),
             Client::Worker(node) => (Role::Worker, node, Some(self.job.clone())),
@@ -908,9 +970,8 @@ impl Sim {
                 return;
             };
             match action {
-                Action::Persist { number, write, .. } => {
-                    // Nothing is confirmed before its time; what a crash keeps of an unconfirmed write is either all or nothing, here all.
-                    seat.disk.record(&write).expect("a write that fits the log");
+                Action::Persist { number, write, sync } => {
+                    seat.unsynced.push_back(Written { number, write, is_synced: sync });
                     let after = Duration::from_micros(self.network.within(200, 6000));
                     self.push(after, Happening::Persisted { seat: id, incarnation, number });
                 }

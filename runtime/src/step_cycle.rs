@@ -280,8 +280,12 @@ impl StepCycle {
         self.note_applied(from, name.step);
         if name.step > state.applied {
             let waiting = self.quarantine.entry(name.step).or_default();
-            let is_new =
-                name.chunk.0 < self.chunks && !waiting.contains_key(&(name.chunk, name.node));
+            // The state of who was evicted since may be another than that of the members.
+            let members = self.world.as_deref();
+            let is_member = |n: NodeId| members.is_some_and(|w| w.has_member(n));
+            let is_better = |(maker, _): &(NodeId, Digest)| !is_member(*maker) && is_member(from);
+            let is_new = name.chunk.0 < self.chunks
+                && waiting.get(&(name.chunk, name.node)).is_none_or(is_better);
             if is_new {
                 waiting.insert((name.chunk, name.node), (from, name.state));
             }
@@ -429,17 +433,7 @@ impl StepCycle {
             let (lineage, applied) = (world.lineage, state.applied);
             self.send(node, PeerFrame::Progress { lineage, applied, state: state.digest });
         }
-        let known = self.known_applied.get(&node).copied().unwrap_or(Step(0));
-        let members: Vec<NodeId> = world.nodes().collect();
-        let held: Vec<(Step, Chunk)> =
-            self.finals.range(known..).flat_map(|(s, cs)| cs.keys().map(|c| (*s, *c))).collect();
-        for (step, chunk) in held {
-            let is_mine =
-                collectives::owner(chunk, &members) == self.me || self.is_passer(step, chunk);
-            if is_mine || (!self.is_member() && !world.has_follower(self.me)) {
-                self.send_final(node, step, chunk);
-            }
-        }
+        self.offer_finals(&world, node);
         for operation in self.operations.values_mut() {
             operation.handle_link_up(node);
         }
@@ -643,8 +637,8 @@ impl StepCycle {
         self.early_reports = self.early_reports.split_off(&generation);
         let applied: Vec<(NodeId, Step)> =
             self.reports.iter().map(|(n, r)| (*n, r.applied)).collect();
+        let has_passed = self.entry.take().is_some() || !self.is_reported;
         self.is_reported = false;
-        self.entry = None;
         self.known_applied.retain(|n, _| world.has_member(*n) || world.has_follower(*n));
         for (node, step) in applied {
             self.note_applied(node, step);
@@ -664,6 +658,10 @@ impl StepCycle {
             self.actions.push_back(Action::Excluded { generation });
             // Followers of the former world still wait for its boundary.
             self.tell_progress(self.listed().collect());
+            // What it reported binds the others, and it leaves before it could pass it on.
+            for node in world.nodes().filter(|_| world.from.is_some() && !has_passed) {
+                self.offer_finals(&world, node);
+            }
         }
         self.enter();
     }
@@ -696,7 +694,8 @@ impl StepCycle {
         }
         for (step, waiting) in &self.quarantine {
             let mut by_chunk: BTreeMap<Chunk, BTreeSet<TreeNode>> = BTreeMap::new();
-            for (chunk, node) in waiting.keys() {
+            // The others count on what is reported, so it must be of their state.
+            for ((chunk, node), _) in waiting.iter().filter(|(_, (n, _))| world.has_member(*n)) {
                 by_chunk.entry(*chunk).or_default().insert(*node);
             }
             nodes.extend(by_chunk.into_iter().map(|(chunk, held)| (*step, chunk, held)));
@@ -765,6 +764,22 @@ impl StepCycle {
                     self.counters.passed_finals += 1;
                     self.send_final(node, step, chunk);
                 }
+            }
+        }
+    }
+
+    /// Offers the finals that a node may lack. To a member all that are held: who sent them first may have sent them under a world that
+    /// it has left since. A follower asks for what it lacks, so it hears of those alone that nobody else offers.
+    fn offer_finals(&mut self, world: &World, node: NodeId) {
+        let known = self.known_applied.get(&node).copied().unwrap_or(Step(0));
+        let members: Vec<NodeId> = world.nodes().collect();
+        let held: Vec<(Step, Chunk)> =
+            self.finals.range(known..).flat_map(|(s, cs)| cs.keys().map(|c| (*s, *c))).collect();
+        let is_out = !self.is_member() && !world.has_follower(self.me);
+        for (step, chunk) in held {
+            let is_mine = || collectives::owner(chunk, &members) == self.me;
+            if is_out || world.has_member(node) || is_mine() || self.is_passer(step, chunk) {
+                self.send_final(node, step, chunk);
             }
         }
     }

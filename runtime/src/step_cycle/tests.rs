@@ -11,9 +11,9 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::rc::Rc;
 
 use collectives::Chunk;
-use types::{NodeId, Step};
+use types::{Digest, Lineage, NodeId, Step, TreeNode};
 
-use super::PeerFrame;
+use super::{NodeName, PeerFrame, Verdict};
 use rig::Rig;
 use simulation::{Summary, Trace};
 
@@ -72,7 +72,25 @@ fn a_death_costs_the_leaves_of_the_dead_and_nothing_else() {
 }
 
 #[test]
-fn a_node_that_reached_the_owner_of_its_chunk_outlives_its_maker() {
+fn what_the_owner_has_from_the_dead_is_not_computed_again() {
+    let mut rig = Rig::new(&[1, 2, 3], 8, 1);
+    rig.world(None, &[(1, &[(0, 2)]), (2, &[(4, 1)]), (3, &[(6, 1)])], &[]);
+    rig.run(0);
+    rig.limit = Step(6);
+    for _ in 0..4 {
+        assert!(rig.work(1));
+    }
+    rig.work(2);
+    rig.kill(1);
+    rig.world(None, &[(2, &[(4, 1), (0, 2)]), (3, &[(6, 1)])], &[]);
+    rig.run(1);
+    assert_eq!((rig.leaves(2, 0), rig.leaves(3, 0)), (2, 2));
+    rig.run(6);
+    rig.check_bits(6);
+}
+
+#[test]
+fn what_the_dead_owner_had_is_given_again_from_what_the_others_kept() {
     let mut rig = three();
     // All that node 3 gives is at the owners of chunks 1 and 2; of its own chunk it has the others' nodes, and they keep them.
     rig.work(3);
@@ -185,6 +203,23 @@ fn who_is_out_offers_its_finals_under_the_world_that_it_served() {
     rig.kill(3);
     rig.run(6);
     rig.check_bits(6);
+}
+
+#[test]
+fn an_early_node_of_somebody_evicted_gives_way_to_that_of_a_member() {
+    let mut rig = three();
+    let name = |state: &[u8]| NodeName {
+        lineage: Lineage(1),
+        step: Step(1),
+        chunk: Chunk(2),
+        node: TreeNode::new(4, 1).unwrap(),
+        state: Digest::of(state),
+    };
+    let cycle = &mut rig.node(1).cycle;
+    assert_eq!(cycle.handle_node(NodeId(9), name(b"another state")), Verdict::Keep);
+    assert_eq!(cycle.handle_node(NodeId(2), name(b"the members' state")), Verdict::Keep);
+    assert_eq!(cycle.handle_node(NodeId(9), name(b"another state")), Verdict::Drop);
+    assert_eq!(cycle.handle_node(NodeId(2), name(b"the members' state")), Verdict::Drop);
 }
 
 #[test]

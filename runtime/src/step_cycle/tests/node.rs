@@ -440,6 +440,7 @@ impl Node {
     }
 
     fn operate(&mut self, step: Step, action: OperationAction) {
+        assert!(!self.cycle.world().is_some_and(|w| w.held), "nothing is folded in a held world");
         match action {
             OperationAction::Fold { chunk, left, right, parent } => {
                 let mut take = |node| {

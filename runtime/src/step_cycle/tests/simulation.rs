@@ -150,7 +150,7 @@ impl Simulation {
             number: 0,
             queue: BTreeMap::new(),
             shape,
-            is_impure: rng.percent(35),
+            is_impure: rng.percent(50),
             nodes: BTreeMap::new(),
             links: BTreeMap::new(),
             coordinator,
