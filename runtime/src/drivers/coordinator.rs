@@ -15,9 +15,9 @@ use membership::{
     Action, ClusterStatus, ConnectionKey, Coordinator, EnrollRequest, FromCoordinator, Peer,
     ToCoordinator,
 };
-use tokio::sync::mpsc;
+use tokio::sync::{mpsc, watch};
 use transport::{CertificateAuthority, Connection, Endpoint, Expect, Frame, Lane, Role, Subject};
-use types::{NodeId, Timestamp, decode, encode};
+use types::{Digest, NodeId, Timestamp, decode, encode};
 
 use crate::clock;
 use crate::credentials::{EnrolAnswer, EnrolRequest};
@@ -104,13 +104,17 @@ impl CoordinatorHandle {
         };
         let address = endpoint.local_addr();
         let (inputs, received) = std::sync::mpsc::channel();
-        network.spawn(accept(endpoint.clone(), inputs.clone()));
         let mut links = BTreeMap::new();
+        let mut dialled = BTreeMap::new();
         for (id, voter) in config.voters.iter().filter(|(id, _)| **id != config.id) {
             let (out, frames) = mpsc::channel(RAFT_QUEUE_FRAMES);
-            network.spawn(raft_link(endpoint.clone(), *id, *voter, config.recovery_target, frames));
+            let (dialled_with, certificates) = watch::channel(None);
+            dialled.insert(*id, dialled_with);
+            let (to, target) = ((*id, *voter), config.recovery_target);
+            network.spawn(raft_link(endpoint.clone(), to, target, frames, certificates));
             links.insert(*id, out);
         }
+        network.spawn(accept(endpoint.clone(), inputs.clone(), dialled));
         let metrics = Metrics::default();
         let counters = CoordinatorMetrics::new(&metrics);
         let ready = Arc::new(std::sync::atomic::AtomicBool::new(false));
@@ -422,7 +426,11 @@ impl Driver {
     }
 }
 
-async fn accept(endpoint: Endpoint, inputs: Sender<Input>) {
+async fn accept(
+    endpoint: Endpoint,
+    inputs: Sender<Input>,
+    dialled: BTreeMap<u64, watch::Sender<Option<Digest>>>,
+) {
     let mut next_key = 1_u64;
     while let Some(connection) = endpoint.accept().await {
         let key = ConnectionKey(next_key);
@@ -431,6 +439,9 @@ async fn accept(endpoint: Endpoint, inputs: Sender<Input>) {
         match subject {
             None => drop(tokio::spawn(serve_enrolment(connection, inputs.clone()))),
             Some(subject) if subject.role == Role::Coordinator => {
+                if let Some(dialled) = dialled.get(&subject.node.0) {
+                    dialled.send_replace(Some(connection.certificate()));
+                }
                 drop(tokio::spawn(receive_raft(connection, subject.node.0, inputs.clone())));
             }
             Some(subject) => drop(tokio::spawn(serve(connection, key, subject, inputs.clone()))),
@@ -498,30 +509,41 @@ async fn serve(
     let _ = inputs.send(Input::Disconnected { key });
 }
 
-/// Keeps a link to another coordinator, for what this one sends.
+/// Keeps a link to another coordinator, for what this one sends. `dialled` tells the certificate with which it dials us, and each start of a coordinator makes
+/// a new one: if it was killed and began anew, the link from before leads nowhere, which by itself would show only after a long silence.
 async fn raft_link(
     endpoint: Endpoint,
-    id: u64,
-    address: SocketAddr,
+    (id, address): (u64, SocketAddr),
     recovery_target: Duration,
     mut frames: mpsc::Receiver<Frame>,
+    mut dialled: watch::Receiver<Option<Digest>>,
 ) {
     let expect = Expect { role: Role::Coordinator, node: Some(NodeId(id)), certificate: None };
     loop {
         match endpoint.connect(address, &expect, recovery_target * 2).await {
-            Ok(connection) => loop {
-                tokio::select! {
-                    frame = frames.recv() => match frame {
-                        Some(frame) => {
-                            if connection.send(Lane::Control, frame).await.is_err() {
+            Ok(connection) => {
+                // What it dialled with before is of a former life.
+                dialled.borrow_and_update();
+                loop {
+                    tokio::select! {
+                        frame = frames.recv() => match frame {
+                            Some(frame) => {
+                                if connection.send(Lane::Control, frame).await.is_err() {
+                                    break;
+                                }
+                            }
+                            None => return,
+                        },
+                        _ = connection.closed() => break,
+                        Ok(()) = dialled.changed() => {
+                            if *dialled.borrow_and_update() != Some(connection.certificate()) {
+                                connection.close(0, "this coordinator began anew");
                                 break;
                             }
                         }
-                        None => return,
-                    },
-                    _ = connection.closed() => break,
+                    }
                 }
-            },
+            }
             Err(error) => tracing::debug!(id, %address, %error, "no link to this coordinator yet"),
         }
         // What was queued for a dead link is stale by now.
