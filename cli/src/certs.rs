@@ -46,8 +46,8 @@ pub(crate) fn run(command: CertsCommand, output: OutputFormat) -> anyhow::Result
                 }
                 OutputFormat::Text => {
                     print(&format!(
-                        "certificate authority {fingerprint}\nin {}; keep ca key files secret",
-                        dir.display()
+                        "certificate authority {fingerprint}\nin {dir}; its key is the cluster's: only coordinators' hosts get a copy of the folder, and nobody else may read it",
+                        dir = dir.display()
                     ));
                 }
             }

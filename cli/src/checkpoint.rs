@@ -31,9 +31,12 @@ pub(crate) enum CheckpointCommand {
         /// The step; the newest if not given.
         #[arg(long, value_name = "N")]
         step: Option<u64>,
-        /// The folder to write.
+        /// The folder to write, new or empty.
         #[arg(long, value_name = "DIR")]
         out: PathBuf,
+        /// Replace files that are there.
+        #[arg(long)]
+        overwrite: bool,
     },
 }
 
@@ -54,7 +57,12 @@ pub(crate) fn run(command: CheckpointCommand, output: OutputFormat) -> anyhow::R
             let listed = crate::block_on(checkpoints::list(&place.url, &place.run_id))??;
             match output {
                 OutputFormat::Json => print(&serde_json::to_string_pretty(&listed)?),
-                OutputFormat::Text if listed.is_empty() => print("no checkpoints of this job here"),
+                OutputFormat::Text if listed.is_empty() => {
+                    crate::complain(&none_of(
+                        &place,
+                        crate::block_on(checkpoints::jobs(&place.url))??,
+                    ));
+                }
                 OutputFormat::Text => {
                     print(&format!("{:>10} {:>8}  {:<12}  manifest", "step", "lineage", "digest"));
                     for found in &listed {
@@ -81,9 +89,9 @@ pub(crate) fn run(command: CheckpointCommand, output: OutputFormat) -> anyhow::R
                 )),
             }
         }
-        CheckpointCommand::Export { place, step, out } => {
-            let files =
-                crate::block_on(checkpoints::export(&place.url, &place.run_id, step, &out))??;
+        CheckpointCommand::Export { place, step, out, overwrite } => {
+            let (url, job) = (&place.url, &place.run_id);
+            let files = crate::block_on(checkpoints::export(url, job, step, &out, overwrite))??;
             match output {
                 OutputFormat::Json => print(&json!({"files": files}).to_string()),
                 OutputFormat::Text => {
@@ -93,4 +101,15 @@ pub(crate) fn run(command: CheckpointCommand, output: OutputFormat) -> anyhow::R
         }
     }
     Ok(ExitCode::SUCCESS)
+}
+
+/// Says that a job has no checkpoints, and who has.
+fn none_of(place: &Place, jobs: Vec<JobId>) -> String {
+    let others: Vec<String> =
+        jobs.iter().filter(|job| **job != place.run_id).map(ToString::to_string).collect();
+    let hint = match others.as_slice() {
+        [] => "no other job has any there either".to_owned(),
+        others => format!("jobs there: {}; name one by --run-id", others.join(", ")),
+    };
+    format!("job {} has no checkpoints at {}; {hint}", place.run_id, place.url)
 }

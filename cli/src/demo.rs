@@ -49,7 +49,10 @@ pub(crate) struct DemoArgs {
 pub(crate) fn run(args: DemoArgs, output: OutputFormat) -> anyhow::Result<ExitCode> {
     let page = std::path::absolute(&args.html)?;
     if page.is_dir() || !page.parent().is_some_and(Path::is_dir) {
-        bail!("--html {}: give a file in a folder that exists", args.html.display());
+        return Err(usage(format!(
+            "--html {}: give a file in a folder that exists",
+            args.html.display()
+        )));
     }
     let folder = Folder::make(args.keep.as_deref())?;
     let mut talk = Talk::new(args.steps);
@@ -141,6 +144,10 @@ async fn until_signal<T>(
     }
 }
 
+fn usage(text: String) -> anyhow::Error {
+    ripstop::Error::Usage(text).into()
+}
+
 /// Where the demo works: a folder of the user's, which stays, or a temporary one.
 #[derive(Debug)]
 enum Folder {
@@ -163,10 +170,10 @@ impl Folder {
             .next()
             .is_some()
         {
-            bail!(
-                "--keep {}: it is not empty, and what is there might be taken for this run's",
+            return Err(usage(format!(
+                "--keep {}: it is not empty, and what is there might be taken for this run's; give a new folder",
                 path.display()
-            );
+            )));
         }
         Ok(Self::Kept(path))
     }

@@ -40,7 +40,7 @@ pub(crate) struct RunArgs {
     #[arg(long, alias = "node_rank", value_name = "N", default_value_t = 0, env = "PET_NODE_RANK")]
     node_rank: u32,
     /// Embed a coordinator in this agent, with certificates of its own: one host, nothing to set up.
-    #[arg(long, conflicts_with_all = ["coordinators", "token"], env = "PET_STANDALONE")]
+    #[arg(long, env = "PET_STANDALONE")]
     standalone: bool,
     /// Where the coordinators listen: host:port,host:port,host:port.
     #[arg(
@@ -141,9 +141,21 @@ pub(crate) fn run(args: RunArgs) -> anyhow::Result<ExitCode> {
 
 fn config(args: RunArgs) -> Result<AgentConfig, Error> {
     let usage = |text: &str| Error::Usage(text.to_owned());
+    // What a shell's environment says for other jobs does not stand against this flag; another flag does.
+    let is_flag = |value: &Option<String>, variable: &str| {
+        value.is_some() && *value != std::env::var(variable).ok()
+    };
+    if args.standalone
+        && (is_flag(&args.coordinators, "RIPSTOP_COORDINATORS")
+            || is_flag(&args.token, "RIPSTOP_TOKEN"))
+    {
+        return Err(usage(
+            "--standalone embeds a coordinator of its own: leave --coordinators and --token away, or leave --standalone away",
+        ));
+    }
     let coordinators = match &args.coordinators {
+        _ if args.standalone => Vec::new(),
         Some(list) => parse_addresses(list)?,
-        None if args.standalone => Vec::new(),
         None => {
             return Err(usage(
                 "say where the coordinators are by --coordinators host:port,…, or use --standalone",
@@ -163,6 +175,13 @@ fn config(args: RunArgs) -> Result<AgentConfig, Error> {
             .max(expected)
             .min(virtual_ranks.count()),
     };
+    let here = workers.get();
+    if here > virtual_ranks.count() {
+        tracing::warn!(
+            "{here} workers on this host, but only {virtual_ranks} virtual ranks: those beyond are hot spares; for more to do give --virtual-ranks {here} or more",
+            virtual_ranks = virtual_ranks.count()
+        );
+    }
     let mut output = output::Config::new();
     if args.nnodes.max > 1 {
         output = output.with_host(args.host.clone().unwrap_or_else(host_name));
@@ -189,7 +208,7 @@ fn config(args: RunArgs) -> Result<AgentConfig, Error> {
         virtual_ranks,
         standalone: args.standalone,
         coordinators,
-        token: args.token,
+        token: args.token.filter(|_| !args.standalone),
         checkpoint: args.checkpoint,
         checkpoint_every: args.checkpoint_every,
         recovery_target: args.recovery_target,

@@ -171,7 +171,7 @@ fn check_token(token: &str, job: &JobId) -> Result<(), Error> {
 }
 
 fn no_token() -> Error {
-    Error::Settings(
+    Error::Usage(
         "joining needs --token: make one by `ripstop certs token --dir DIR`, or use --standalone"
             .to_owned(),
     )

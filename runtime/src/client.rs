@@ -44,11 +44,12 @@ impl Contact {
         std::fs::write(&path, text).map_err(|e| Error::Settings(format!("{}: {e}", path.display())))
     }
 
-    /// The newest `ripstop run --standalone` of this user on this host that still lives; `job` narrows it down.
+    /// Every `ripstop run --standalone` of this user on this host that still lives, the newest last; `job` narrows it down.
     #[must_use]
-    pub fn find_local(job: Option<&JobId>) -> Option<Self> {
+    pub fn find_local(job: Option<&JobId>) -> Vec<LocalRun> {
         let mut found = Vec::new();
-        for entry in std::fs::read_dir(tempfile_dir::root()).ok()?.flatten() {
+        let entries = std::fs::read_dir(tempfile_dir::root()).into_iter().flatten();
+        for entry in entries.flatten() {
             let name = entry.file_name().to_string_lossy().into_owned();
             let Some((run, pid)) = name.strip_prefix("run-").and_then(|rest| rest.rsplit_once('-'))
             else {
@@ -59,15 +60,30 @@ impl Contact {
                 continue;
             }
             let path = entry.path().join(Self::FILE);
-            let contact = std::fs::read_to_string(&path)
+            let contact: Option<Self> = std::fs::read_to_string(&path)
                 .ok()
                 .and_then(|text| serde_json::from_str(&text).ok());
             let changed = std::fs::metadata(&path).and_then(|m| m.modified()).ok();
-            found.extend(changed.zip(contact));
+            if let (Some(changed), Some(contact), Ok(job), Ok(pid)) =
+                (changed, contact, JobId::new(run), pid.parse())
+            {
+                found.push((changed, LocalRun { job, pid, contact }));
+            }
         }
         found.sort_by_key(|(changed, _)| *changed);
-        found.pop().map(|(_, contact)| contact)
+        found.into_iter().map(|(_, run)| run).collect()
     }
+}
+
+/// A `ripstop run --standalone` on this host.
+#[derive(Clone, Debug)]
+pub struct LocalRun {
+    /// Its job.
+    pub job: JobId,
+    /// The launcher's process id.
+    pub pid: u32,
+    /// How to speak to the coordinator inside it.
+    pub contact: Contact,
 }
 
 impl Client {

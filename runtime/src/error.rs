@@ -42,6 +42,12 @@ pub enum Error {
         /// Why.
         reason: String,
     },
+    /// A checkpoint can't be listed, read or written.
+    #[error("{reason}")]
+    Checkpoint {
+        /// Why.
+        reason: String,
+    },
     /// Wrong use of the session.
     #[error("{0}")]
     Usage(String),
@@ -78,6 +84,7 @@ impl Error {
             | Self::Refused { .. }
             | Self::Evicted { .. }
             | Self::Restore { .. }
+            | Self::Checkpoint { .. }
             | Self::Usage(_)
             | Self::Transport { .. }
             | Self::Internal(_) => Remedy::Stop,
@@ -88,7 +95,7 @@ impl Error {
     #[must_use]
     pub fn exit_code(&self) -> u8 {
         match self {
-            Self::Settings(_) => 78,
+            Self::Settings(_) | Self::Transport { .. } => 78,
             Self::Refused { code, .. } => *code,
             Self::Unreachable { .. } | Self::NoWorld { .. } => 69,
             Self::Usage(_) => 64,
@@ -96,7 +103,7 @@ impl Error {
             Self::Evicted { .. }
             | Self::RolledBack
             | Self::Restore { .. }
-            | Self::Transport { .. } => 1,
+            | Self::Checkpoint { .. } => 1,
         }
     }
 }

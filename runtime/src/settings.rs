@@ -236,9 +236,14 @@ impl Settings {
 /// # Errors
 /// If the URL is not understood, or its place can't be used.
 pub fn open_store(url: &str) -> Result<Store, Error> {
+    store(url).map_err(|e| Error::Settings(format!("--checkpoint {url}: {e}")))
+}
+
+/// The store of a URL.
+pub(crate) fn store(url: &str) -> Result<Store, storage::StorageError> {
     let variables = std::env::vars().filter(|(name, _)| name.starts_with("AWS_"));
     let options = StoreOptions { settings: variables.collect(), ..StoreOptions::default() };
-    Store::open(url, &options).map_err(|e| Error::Settings(format!("--checkpoint {url}: {e}")))
+    Store::open(url, &options)
 }
 
 /// The name of this host.

@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
-use types::{Digest, Remedy};
+use types::Remedy;
 
 /// The settings of the training program. [`Self::validate`] must pass before they are used; `Model::new` asks it again.
 #[derive(Clone, PartialEq, Debug, clap::Args, Serialize, Deserialize)]
@@ -109,21 +109,23 @@ impl TrainerConfig {
         Duration::from_millis(self.leaf_ms)
     }
 
-    /// The digest of every setting that decides bits. Members whose fingerprints differ would not stay equal. The data has a
+    /// Every setting that decides bits, by its flag: members that differ in one would not stay equal, and are told which. The data has a
     /// digest of its own; the waiting and the sample at the end change nothing.
     #[must_use]
-    pub fn fingerprint(&self) -> Digest {
-        let mut hasher = blake3::Hasher::new();
-        for count in [self.layers, self.width, self.heads, self.context, self.batch] {
-            hasher.update(&(count as u64).to_le_bytes());
-        }
-        for count in [self.steps, self.warmup, self.seed] {
-            hasher.update(&count.to_le_bytes());
-        }
-        for rate in [self.learning_rate, self.weight_decay, self.clip] {
-            hasher.update(&rate.to_bits().to_le_bytes());
-        }
-        hasher.finalize().into()
+    pub fn fingerprint(&self) -> [(&'static str, String); 11] {
+        [
+            ("--layers", self.layers.to_string()),
+            ("--width", self.width.to_string()),
+            ("--heads", self.heads.to_string()),
+            ("--context", self.context.to_string()),
+            ("--batch", self.batch.to_string()),
+            ("--steps", self.steps.to_string()),
+            ("--warmup", self.warmup.to_string()),
+            ("--seed", self.seed.to_string()),
+            ("--learning-rate", self.learning_rate.to_string()),
+            ("--weight-decay", self.weight_decay.to_string()),
+            ("--clip", self.clip.to_string()),
+        ]
     }
 }
 

@@ -30,9 +30,12 @@ pub async fn train(
     let optimizer = AdamW::new(config);
     let mut state =
         Trained { state: TrainState::new(config, &model), elements: model.layout().values() };
+    let settings = config
+        .fingerprint()
+        .into_iter()
+        .fold(settings, |settings, (flag, value)| settings.fingerprint(flag, value));
     let settings = settings
         .total_steps(config.steps)
-        .fingerprint("config", config.fingerprint())
         .fingerprint("data", corpus.digest())
         .fingerprint("model", model.layout().digest())
         .fingerprint("trainer_probe", probe_digest(config)?);

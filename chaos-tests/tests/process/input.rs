@@ -27,7 +27,7 @@ fn wrong_flags_and_places_are_refused_with_one_clear_line() -> anyhow::Result<()
                 78,
                 &["host:port"],
             ),
-            (&["run", "--coordinators", "127.0.0.1:1", "--", "true"], 78, &["ripstop certs token"]),
+            (&["run", "--coordinators", "127.0.0.1:1", "--", "true"], 64, &["ripstop certs token"]),
             (
                 &["run", "--coordinators", "127.0.0.1:1", "--token", "rubbish", "--", "true"],
                 78,
@@ -118,7 +118,16 @@ fn wrong_flags_and_places_are_refused_with_one_clear_line() -> anyhow::Result<()
             ),
             (&["certs", "init", "--dir", "ca"], 78, &["ca"]),
             (&["certs", "token", "--dir", "nowhere"], 78, &["nowhere"]),
-            (&["checkpoint", "export", "nothing-here", "--out", "out"], 64, &["no checkpoint"]),
+            (&["checkpoint", "export", "nothing-here", "--out", "out"], 78, &["no such folder"]),
+            (&["checkpoint", "ls", "nothing-here"], 78, &["no such folder"]),
+            (&["checkpoint", "export", ".", "--out", "out"], 64, &["no checkpoint"]),
+            (&["checkpoint", "export", ".", "--out", "ca"], 78, &["not empty", "--overwrite"]),
+            (&["drain", "abc"], 64, &["ripstop status"]),
+            (
+                &["run", "--standalone", "--token", "x", "--", "true"],
+                64,
+                &["--standalone", "--token"],
+            ),
             (&["status", "--coordinators", "127.0.0.1:1"], 64, &["--certs"]),
         ];
         for case in cases {
@@ -256,10 +265,10 @@ fn a_member_with_another_model_is_refused_with_76_and_the_job_goes_on() -> anyho
         let text = cluster.folder().join("other.txt");
         std::fs::write(&text, "another text, long enough to take samples from. ".repeat(99))?;
         let others = [
-            ("--width", "64", "config"),
+            ("--width", "64", "--width"),
             ("--data", &text.to_string_lossy(), "data"),
-            ("--seed", "2", "config"),
-            ("--clip", "0.5", "config"),
+            ("--seed", "2", "--seed"),
+            ("--clip", "0.5", "--clip"),
         ];
         for (flag, value, part) in others {
             let other = job.clone().with_training(flag, value);

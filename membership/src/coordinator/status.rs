@@ -66,7 +66,13 @@ fn job_status(job: &Job, watch: Option<&JobWatch>) -> JobStatus {
         state: state(job, watch).to_owned(),
         generation: Some(job.generation()).filter(|g| *g > Generation(0)),
         lineage: Some(job.lineage()).filter(|l| *l > Lineage(0)),
-        step: watch.filter(|_| world.is_some()).map(|w| w.reports.highest(job)),
+        step: match job.stage() {
+            Stage::Finished => spec.total_steps,
+            Stage::Running | Stage::Stopped => {
+                let reported = watch.filter(|_| world.is_some()).map(|w| w.reports.highest(job));
+                reported.max(job.committed().map(|c| c.step))
+            }
+        },
         virtual_ranks: spec.virtual_ranks.count(),
         min_members: spec.min_members,
         max_members: spec.max_members,
