@@ -4,14 +4,10 @@
 //! cost, `report` compares both runs, `table` and `page` show it.
 
 mod chart;
-mod cluster;
-mod measure;
 mod page;
-mod progress;
 mod report;
 mod scenario;
 mod table;
-mod trace;
 
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -20,15 +16,16 @@ use std::time::Duration;
 use anyhow::{Context, anyhow, bail};
 use clap::Args;
 use ripstop::agent::exit::Exit;
-use ripstop::agent::signals::{Signal, Signals};
+use ripstop::agent::signals::Signal;
 use ripstop::clock;
 
 use crate::OutputFormat;
-use cluster::Cluster;
-use progress::Talk;
+use crate::rehearsal::cluster::{Cluster, Plan};
+use crate::rehearsal::progress::Talk;
+use crate::rehearsal::trace::TraceReader;
+use crate::rehearsal::{Ended, until_signal};
 use report::Report;
 use scenario::Scenario;
-use trace::TraceReader;
 
 /// See it happen: three coordinators, two agents and four workers on this machine; a worker is killed in mid-step, then the leader of the
 /// coordinators; a worker joins, one is drained, and at last all are killed and the job goes on from its checkpoint. Then the same job
@@ -55,7 +52,7 @@ pub(crate) fn run(args: DemoArgs, output: OutputFormat) -> anyhow::Result<ExitCo
         )));
     }
     let folder = Folder::make(args.keep.as_deref())?;
-    let mut talk = Talk::new(args.steps);
+    let mut talk = Talk::of_steps(args.steps);
     let ended = crate::block_on(until_signal(demo(folder.path(), args.steps, &mut talk)))?;
     talk.end();
     match ended {
@@ -85,7 +82,7 @@ pub(crate) fn run(args: DemoArgs, output: OutputFormat) -> anyhow::Result<ExitCo
 /// Both runs.
 async fn demo(folder: &Path, steps: u64, talk: &mut Talk) -> anyhow::Result<Report> {
     let began = clock::now();
-    let mut cluster = Cluster::prepare(folder, steps)?;
+    let mut cluster = Cluster::prepare(folder, Plan::demo(steps))?;
     let played = Scenario::new(&mut cluster, talk, steps).play().await?;
     let took = clock::now().since(began);
     talk.say(&format!(
@@ -122,25 +119,6 @@ async fn train_undisturbed(cluster: &mut Cluster, talk: &mut Talk) -> anyhow::Re
         }
         // Rarely, since it takes time from the run itself.
         tokio::time::sleep(Duration::from_millis(100)).await;
-    }
-}
-
-enum Ended<T> {
-    Itself(T),
-    Signal(Signal),
-}
-
-/// Runs `work`, and drops it, and with it all processes, at a signal that means the end.
-async fn until_signal<T>(
-    work: impl Future<Output = anyhow::Result<T>>,
-) -> Ended<anyhow::Result<T>> {
-    let mut signals = match Signals::listen() {
-        Ok(signals) => signals,
-        Err(error) => return Ended::Itself(Err(error.into())),
-    };
-    tokio::select! {
-        ended = work => Ended::Itself(ended),
-        signal = signals.next() => Ended::Signal(signal),
     }
 }
 

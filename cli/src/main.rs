@@ -1,10 +1,12 @@
 //! The command `ripstop`. stdout is data, stderr is talk; the exit codes are those of DESIGN §6.
 
+mod bench;
 mod certs;
 mod checkpoint;
 mod coordinator;
 mod demo;
 mod events;
+mod rehearsal;
 mod run;
 mod status;
 mod trainer_command;
@@ -54,6 +56,9 @@ enum Command {
     Certs(certs::CertsCommand),
     /// The bundled training program: a byte-level transformer on any text.
     Trainer(trainer_command::TrainerArgs),
+    /// Measure this program on this machine.
+    #[command(subcommand)]
+    Bench(bench::BenchCommand),
     /// See it happen: a job that loses workers and a leader, beside the same job undisturbed.
     Demo(demo::DemoArgs),
 }
@@ -108,6 +113,7 @@ fn main() -> ExitCode {
         Command::Checkpoint(command) => checkpoint::run(command, cli.output),
         Command::Certs(command) => certs::run(command, cli.output),
         Command::Trainer(args) => trainer_command::run(&args, cli.output),
+        Command::Bench(command) => bench::run(command, cli.output),
         Command::Demo(args) => demo::run(args, cli.output),
     };
     match result {

@@ -5,10 +5,11 @@
 use std::fmt::Write;
 
 use super::chart::{Axis, Chart, Mark};
-use super::cluster;
-use super::measure::{Kind, Measured};
 use super::report::Report;
-use super::table::{self, COLUMNS, cells, duration, plural};
+use super::table::{self, COLUMNS, cells};
+use crate::rehearsal::cluster;
+use crate::rehearsal::measure::{Kind, Measured};
+use crate::rehearsal::{duration, plural};
 
 /// The whole page.
 pub(super) fn html(report: &Report) -> String {
@@ -184,7 +185,7 @@ fn mark(event: &Measured, at: f64) -> Mark {
 
 /// Events are numbered in the order in which they come.
 fn number(kind: Kind) -> usize {
-    Kind::ALL.iter().position(|k| *k == kind).map_or(0, |index| index + 1)
+    Kind::DEMO.iter().position(|k| *k == kind).map_or(0, |index| index + 1)
 }
 
 fn costs(report: &Report) -> String {
@@ -253,13 +254,15 @@ mod tests {
             recomputed_leaves: None,
             steps_meanwhile: None,
             left_ms: None,
+            phases: None,
+            step_delay_ms: None,
             members_before: 4,
             members_after: 3,
         };
         let curves = Curves {
             loss: (0..60).map(|step| (step, 5.0 - step as f64 / 30.0)).collect(),
             members: vec![(0.0, 4), (3.0, 3)],
-            faults: Kind::ALL.map(|kind| (kind, 2.0)).to_vec(),
+            faults: Kind::DEMO.map(|kind| (kind, 2.0)).to_vec(),
             leaderless: Some((2.0, 2.3)),
             lost: Some((40, 48)),
             end: 9.5,
@@ -272,7 +275,7 @@ mod tests {
             steps: 60,
             states_compared: 240,
             first_difference: (!equal).then_some(7),
-            events: Kind::ALL.map(event).to_vec(),
+            events: Kind::DEMO.map(event).to_vec(),
             wall_s: 60.0,
             curves,
         }

@@ -7,9 +7,9 @@ use anyhow::Context;
 use serde::Serialize;
 use types::{Digest, NodeId, Step, Timestamp};
 
-use super::measure::{Kind, Measured};
 use super::scenario::Played;
-use super::trace::{History, WorkerEvent, WorldSeen};
+use crate::rehearsal::measure::{Kind, Measured};
+use crate::rehearsal::trace::{History, WorkerEvent, WorldSeen};
 
 /// Everything that is printed.
 #[derive(Debug, Serialize)]

@@ -1,7 +1,8 @@
 //! The table of the faults, as text, and each fault in a sentence.
 
-use super::measure::{Kind, Measured};
 use super::report::Report;
+use crate::rehearsal::measure::{Kind, Measured};
+use crate::rehearsal::{duration, plural};
 
 /// What the text output says at the end.
 pub(super) fn text(report: &Report, page: &std::path::Path) -> String {
@@ -43,7 +44,7 @@ pub(super) fn sentence(measured: &Measured) -> String {
     let (noticed, world, step) =
         (time(measured.detected_ms), time(measured.world_ms), time(measured.step_ms));
     match measured.kind {
-        Kind::Kill => format!(
+        Kind::Kill | Kind::SilentHost => format!(
             "noticed after {noticed}, new world after {world}, step {} finished after {step} with {} computed again: recovery {}",
             measured.step,
             plural(measured.recomputed_leaves.unwrap_or(0), "leaf", "leaves"),
@@ -86,20 +87,4 @@ fn table(events: &[Measured]) -> Vec<String> {
         line
     };
     rows.iter().map(line).collect()
-}
-
-/// A time as people read it: three digits are enough.
-pub(super) fn duration(millis: f64) -> String {
-    if millis < 10.0 {
-        format!("{millis:.1} ms")
-    } else if millis < 1000.0 {
-        format!("{millis:.0} ms")
-    } else {
-        format!("{:.2} s", millis / 1000.0)
-    }
-}
-
-/// A number and its noun.
-pub(super) fn plural(count: u64, one: &str, many: &str) -> String {
-    format!("{count} {}", if count == 1 { one } else { many })
 }

@@ -16,15 +16,15 @@ use types::{Digest, Generation, NodeId, Step, Timestamp, VirtualRank};
 
 /// What is known so far, by who wrote it.
 #[derive(Debug, Default)]
-pub(super) struct History {
-    pub(super) workers: BTreeMap<NodeId, Vec<Stamped<WorkerEvent>>>,
-    pub(super) agents: BTreeMap<NodeId, Vec<Stamped<AgentEvent>>>,
-    pub(super) coordinators: BTreeMap<u64, Vec<Stamped<CoordinatorEvent>>>,
+pub(crate) struct History {
+    pub(crate) workers: BTreeMap<NodeId, Vec<Stamped<WorkerEvent>>>,
+    pub(crate) agents: BTreeMap<NodeId, Vec<Stamped<AgentEvent>>>,
+    pub(crate) coordinators: BTreeMap<u64, Vec<Stamped<CoordinatorEvent>>>,
 }
 
 impl History {
     /// All worlds in the order of their generations.
-    pub(super) fn worlds(&self) -> Vec<WorldSeen> {
+    pub(crate) fn worlds(&self) -> Vec<WorldSeen> {
         let mut worlds: BTreeMap<Generation, WorldSeen> = BTreeMap::new();
         for line in self.coordinators.values().flatten() {
             let (shape, is_restart) = match &line.event {
@@ -43,7 +43,7 @@ impl History {
     }
 
     /// The newest world, if all its members have entered it.
-    pub(super) fn settled_world(&self) -> Option<WorldSeen> {
+    pub(crate) fn settled_world(&self) -> Option<WorldSeen> {
         let world = self.worlds().pop()?;
         let has_entered = |node: &NodeId| {
             self.worker(*node).any(
@@ -54,7 +54,7 @@ impl History {
     }
 
     /// What one worker wrote.
-    pub(super) fn worker(
+    pub(crate) fn worker(
         &self,
         node: NodeId,
     ) -> impl DoubleEndedIterator<Item = &Stamped<WorkerEvent>> {
@@ -62,26 +62,39 @@ impl History {
     }
 
     /// When `node` had adopted `generation` or a newer one.
-    pub(super) fn adopted(&self, node: NodeId, generation: Generation) -> Option<Timestamp> {
+    pub(crate) fn adopted(&self, node: NodeId, generation: Generation) -> Option<Timestamp> {
         let is_it = |event: &WorkerEvent| matches!(event, WorkerEvent::World { generation: g } if *g >= generation);
         self.worker(node).find(|line| is_it(&line.event)).map(|line| line.at)
     }
 
+    /// When `node` had entered `generation` or a newer one.
+    pub(crate) fn entered(&self, node: NodeId, generation: Generation) -> Option<Timestamp> {
+        let is_it = |event: &WorkerEvent| matches!(event, WorkerEvent::Entered { generation: g } if *g >= generation);
+        self.worker(node).find(|line| is_it(&line.event)).map(|line| line.at)
+    }
+
+    /// When a coordinator first said that `node` is lost.
+    pub(crate) fn lost(&self, node: NodeId) -> Option<Timestamp> {
+        let is_it = |event: &CoordinatorEvent| matches!(event, CoordinatorEvent::Lost { nodes } if nodes.contains(&node));
+        let lines = self.coordinators.values().flatten().filter(|line| is_it(&line.event));
+        lines.map(|line| line.at).min()
+    }
+
     /// When `node` first had all final chunks of `step`.
-    pub(super) fn finished(&self, node: NodeId, step: Step) -> Option<Timestamp> {
+    pub(crate) fn finished(&self, node: NodeId, step: Step) -> Option<Timestamp> {
         let is_it =
             |event: &WorkerEvent| matches!(event, WorkerEvent::Final { step: s } if *s == step);
         self.worker(node).find(|line| is_it(&line.event)).map(|line| line.at)
     }
 
     /// The highest boundary that any of all workers has applied.
-    pub(super) fn boundary(&self) -> Step {
+    pub(crate) fn boundary(&self) -> Step {
         let nodes = self.workers.keys();
         nodes.map(|node| self.boundary_of(*node)).max().unwrap_or_default()
     }
 
     /// The boundary that `node` stands at.
-    pub(super) fn boundary_of(&self, node: NodeId) -> Step {
+    pub(crate) fn boundary_of(&self, node: NodeId) -> Step {
         let boundary = self.worker(node).rev().find_map(|line| match line.event {
             WorkerEvent::Applied { boundary, .. } => Some(boundary),
             _ => None,
@@ -90,7 +103,7 @@ impl History {
     }
 
     /// The newest loss.
-    pub(super) fn newest_loss(&self) -> Option<f64> {
+    pub(crate) fn newest_loss(&self) -> Option<f64> {
         let newest = |lines: &Vec<Stamped<WorkerEvent>>| {
             lines.iter().rev().find_map(|line| match line.event {
                 WorkerEvent::Metric { loss, .. } => Some((line.at, loss)),
@@ -105,7 +118,7 @@ impl History {
     }
 
     /// The newest boundary of which a committed checkpoint is known.
-    pub(super) fn checkpoint(&self) -> Option<Step> {
+    pub(crate) fn checkpoint(&self) -> Option<Step> {
         let committed = self.coordinators.values().flatten().filter_map(|line| match line.event {
             CoordinatorEvent::CheckpointCommitted { step } => step,
             _ => None,
@@ -114,7 +127,7 @@ impl History {
     }
 
     /// The coordinator that leads, as far as traces tell: who said so last.
-    pub(super) fn leader(&self) -> Option<u64> {
+    pub(crate) fn leader(&self) -> Option<u64> {
         let claims = self.coordinators.iter().flat_map(|(id, lines)| {
             lines.iter().filter_map(|line| match line.event {
                 CoordinatorEvent::Leader { term } => Some((term.unwrap_or_default(), line.at, *id)),
@@ -125,7 +138,7 @@ impl History {
     }
 
     /// The workers that agents started, with their process ids.
-    pub(super) fn started(&self) -> impl Iterator<Item = Started> + '_ {
+    pub(crate) fn started(&self) -> impl Iterator<Item = Started> + '_ {
         self.agents.iter().flat_map(|(agent, lines)| {
             lines.iter().filter_map(|line| match line.event {
                 AgentEvent::Started { worker, pid } => {
@@ -137,7 +150,7 @@ impl History {
     }
 
     /// When and how a worker ended, by its agent.
-    pub(super) fn exited(&self, node: NodeId) -> Option<(Timestamp, &str)> {
+    pub(crate) fn exited(&self, node: NodeId) -> Option<(Timestamp, &str)> {
         self.agents.values().flatten().find_map(|line| match &line.event {
             AgentEvent::Exited { worker, noticed_ns, cause } if *worker == node => {
                 Some((*noticed_ns, cause.as_str()))
@@ -147,7 +160,7 @@ impl History {
     }
 
     /// What the coordinators said, in order of time.
-    pub(super) fn said(&self) -> Vec<(u64, &Stamped<CoordinatorEvent>)> {
+    pub(crate) fn said(&self) -> Vec<(u64, &Stamped<CoordinatorEvent>)> {
         let all =
             self.coordinators.iter().flat_map(|(id, lines)| lines.iter().map(|line| (*id, line)));
         let mut all: Vec<_> = all.collect();
@@ -158,36 +171,36 @@ impl History {
 
 /// A world as its maker told of it.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct WorldSeen {
-    pub(super) generation: Generation,
-    pub(super) nodes: Vec<NodeId>,
+pub(crate) struct WorldSeen {
+    pub(crate) generation: Generation,
+    pub(crate) nodes: Vec<NodeId>,
     /// The first step that it serves, if it is planned; where it starts, if it is a restart.
-    pub(super) step: Option<Step>,
-    pub(super) is_restart: bool,
+    pub(crate) step: Option<Step>,
+    pub(crate) is_restart: bool,
 }
 
 /// A worker that an agent started.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Started {
-    pub(super) agent: NodeId,
-    pub(super) worker: NodeId,
-    pub(super) pid: i32,
-    pub(super) at: Timestamp,
+pub(crate) struct Started {
+    pub(crate) agent: NodeId,
+    pub(crate) worker: NodeId,
+    pub(crate) pid: i32,
+    pub(crate) at: Timestamp,
 }
 
 /// An event and its time.
 #[derive(Clone, Debug, Deserialize)]
-pub(super) struct Stamped<E> {
+pub(crate) struct Stamped<E> {
     #[serde(rename = "t_ns")]
-    pub(super) at: Timestamp,
+    pub(crate) at: Timestamp,
     #[serde(flatten)]
-    pub(super) event: E,
+    pub(crate) event: E,
 }
 
 /// What workers write, as far as it is needed here.
 #[derive(Clone, Debug, Deserialize)]
 #[serde(tag = "event", rename_all = "snake_case")]
-pub(super) enum WorkerEvent {
+pub(crate) enum WorkerEvent {
     World {
         generation: Generation,
     },
@@ -219,7 +232,7 @@ pub(super) enum WorkerEvent {
 /// What agents write, as far as it is needed here.
 #[derive(Clone, Debug, Deserialize)]
 #[serde(tag = "event", rename_all = "snake_case")]
-pub(super) enum AgentEvent {
+pub(crate) enum AgentEvent {
     Started {
         worker: NodeId,
         pid: i32,
@@ -236,7 +249,7 @@ pub(super) enum AgentEvent {
 /// What coordinators write, as far as it is needed here.
 #[derive(Clone, Debug, Deserialize)]
 #[serde(tag = "event", rename_all = "snake_case")]
-pub(super) enum CoordinatorEvent {
+pub(crate) enum CoordinatorEvent {
     /// This coordinator leads. The log's own event of that name has no term.
     Leader {
         term: Option<u64>,
@@ -249,6 +262,9 @@ pub(super) enum CoordinatorEvent {
     Drain {
         nodes: Vec<NodeId>,
     },
+    Lost {
+        nodes: Vec<NodeId>,
+    },
     CheckpointCommitted {
         step: Option<Step>,
     },
@@ -259,15 +275,15 @@ pub(super) enum CoordinatorEvent {
 
 /// A world in a coordinator's trace.
 #[derive(Clone, Debug, Deserialize)]
-pub(super) struct WorldShape {
-    pub(super) generation: Generation,
-    pub(super) nodes: Vec<NodeId>,
-    pub(super) step: Option<Step>,
+pub(crate) struct WorldShape {
+    pub(crate) generation: Generation,
+    pub(crate) nodes: Vec<NodeId>,
+    pub(crate) step: Option<Step>,
 }
 
 /// Reads the traces of one folder as they grow.
 #[derive(Debug)]
-pub(super) struct TraceReader {
+pub(crate) struct TraceReader {
     folder: PathBuf,
     files: BTreeMap<PathBuf, Tail>,
     history: History,
@@ -275,17 +291,17 @@ pub(super) struct TraceReader {
 
 impl TraceReader {
     /// Of a folder that may be empty yet.
-    pub(super) fn new(folder: &Path) -> Self {
+    pub(crate) fn new(folder: &Path) -> Self {
         Self { folder: folder.to_path_buf(), files: BTreeMap::new(), history: History::default() }
     }
 
     /// What was read so far.
-    pub(super) fn history(&self) -> &History {
+    pub(crate) fn history(&self) -> &History {
         &self.history
     }
 
     /// Looks for new files.
-    pub(super) fn find_files(&mut self) -> anyhow::Result<()> {
+    pub(crate) fn find_files(&mut self) -> anyhow::Result<()> {
         let context = || format!("the traces in {} can't be listed", self.folder.display());
         for entry in std::fs::read_dir(&self.folder).with_context(context)? {
             let path = entry.with_context(context)?.path();
@@ -301,7 +317,7 @@ impl TraceReader {
     }
 
     /// Reads what was written since the last look.
-    pub(super) fn read(&mut self) -> anyhow::Result<()> {
+    pub(crate) fn read(&mut self) -> anyhow::Result<()> {
         for (path, tail) in &mut self.files {
             let context = || format!("the trace {} can't be read", path.display());
             for line in tail.lines().with_context(context)? {
@@ -380,7 +396,7 @@ impl Tail {
 #[cfg(test)]
 impl History {
     /// Of lines, each with the name of its file before it: `worker-7 {"event":…}`.
-    pub(super) fn of_lines(lines: &str) -> Self {
+    pub(crate) fn of_lines(lines: &str) -> Self {
         let mut history = Self::default();
         for line in lines.lines().map(str::trim).filter(|line| !line.is_empty()) {
             let (name, line) = line.split_once(' ').unwrap();

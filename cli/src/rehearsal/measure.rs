@@ -1,6 +1,6 @@
 //! What a fault cost, from the traces of all processes.
 //!
-//! [`Fault::measure`] says `None` until the job has come over the fault, so that the demo waits by asking again. All times are of one
+//! [`Fault::measure`] says `None` until the job has come over the fault, so that one waits by asking again. All times are of one
 //! clock. The recovery time is that of a fault in mid-step: from the fault until the last survivor has adopted the new world, and from
 //! the last leaf until the last survivor has all final chunks. The recomputation between the two is told by itself.
 
@@ -11,25 +11,25 @@ use types::{NodeId, Step, Timestamp};
 
 use super::trace::{CoordinatorEvent, History, WorkerEvent, WorldSeen};
 
-/// One of the demo's faults, as it was done.
+/// A fault, as it was done.
 #[derive(Clone, Debug)]
-pub(super) struct Fault {
-    pub(super) kind: Kind,
-    pub(super) at: Timestamp,
+pub(crate) struct Fault {
+    pub(crate) kind: Kind,
+    pub(crate) at: Timestamp,
     /// The world before it.
-    pub(super) world: WorldSeen,
+    pub(crate) world: WorldSeen,
     /// Workers that it was done to.
-    pub(super) victims: Vec<NodeId>,
+    pub(crate) victims: Vec<NodeId>,
     /// The step that was on its way.
-    pub(super) step: Step,
+    pub(crate) step: Step,
     /// The leader at that time.
-    pub(super) leader: Option<u64>,
+    pub(crate) leader: Option<u64>,
 }
 
 /// What is done to the job.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug, Serialize)]
 #[serde(rename_all = "snake_case")]
-pub(super) enum Kind {
+pub(crate) enum Kind {
     /// A worker is killed in mid-step.
     Kill,
     /// The leader of the coordinators is killed.
@@ -40,26 +40,29 @@ pub(super) enum Kind {
     Drain,
     /// All workers are killed at once.
     All,
+    /// A host goes silent, with all its workers.
+    SilentHost,
 }
 
 impl Kind {
-    /// In the order in which they come.
-    pub(super) const ALL: [Self; 5] =
+    /// The demo's, in the order in which they come.
+    pub(crate) const DEMO: [Self; 5] =
         [Self::Kill, Self::Leader, Self::Join, Self::Drain, Self::All];
 
     /// A few words for tables and charts.
-    pub(super) fn name(self) -> &'static str {
+    pub(crate) fn name(self) -> &'static str {
         match self {
             Self::Kill => "worker killed",
             Self::Leader => "leader killed",
             Self::Join => "worker joins",
             Self::Drain => "worker drained",
             Self::All => "all workers killed",
+            Self::SilentHost => "host silent",
         }
     }
 
     /// What it means, in one sentence.
-    pub(super) fn meaning(self) -> &'static str {
+    pub(crate) fn meaning(self) -> &'static str {
         match self {
             Self::Kill => {
                 "One worker got SIGKILL in the middle of a step, with half of its share delivered: the others computed only what was \
@@ -81,44 +84,64 @@ impl Kind {
                 "Every worker got SIGKILL at once and the agents ended; started again with the same checkpoint URL, the job went on from \
                  its last checkpoint and computed the lost steps again, to the same bits."
             }
+            Self::SilentHost => {
+                "All processes of one host were frozen, as if its packets were dropped: nobody says that they are gone, so silence must."
+            }
         }
     }
 }
 
 /// What a fault cost. Times are milliseconds from the fault; what does not apply is null.
 #[derive(Clone, Debug, PartialEq, Serialize)]
-pub(super) struct Measured {
-    pub(super) kind: Kind,
+pub(crate) struct Measured {
+    pub(crate) kind: Kind,
     /// Step that was on its way.
-    pub(super) step: u64,
+    pub(crate) step: u64,
     /// Until it was noticed: by an agent (a death), the coordinators (join, drain), or the new leader (the former's death).
-    pub(super) detected_ms: Option<f64>,
+    pub(crate) detected_ms: Option<f64>,
     /// Until the last member had adopted the new world.
-    pub(super) world_ms: Option<f64>,
+    pub(crate) world_ms: Option<f64>,
     /// Until the last member had the step's sum: of the step on its way, or the first one of the new world.
-    pub(super) step_ms: Option<f64>,
+    pub(crate) step_ms: Option<f64>,
     /// How long leaves were computed after the new world and before the sum; after a restart, until the lost steps were made up for.
-    pub(super) recompute_ms: Option<f64>,
+    pub(crate) recompute_ms: Option<f64>,
     /// Applied steps that had to be computed again.
-    pub(super) lost_steps: u64,
+    pub(crate) lost_steps: u64,
     /// As DESIGN §7 defines it: everything but recomputation.
-    pub(super) recovery_ms: Option<f64>,
+    pub(crate) recovery_ms: Option<f64>,
     /// Leaves of a dead member that others computed in that step; of one that left, leaves that were computed twice.
-    pub(super) recomputed_leaves: Option<u64>,
+    pub(crate) recomputed_leaves: Option<u64>,
     /// Steps that were finished while there was no leader.
-    pub(super) steps_meanwhile: Option<u64>,
+    pub(crate) steps_meanwhile: Option<u64>,
     /// Until the process had ended (drain).
-    pub(super) left_ms: Option<f64>,
+    pub(crate) left_ms: Option<f64>,
+    /// What the recovery time is made of (deaths in mid-step).
+    pub(crate) phases: Option<Phases>,
+    /// By how much the longest step after the fault was longer than those before it.
+    pub(crate) step_delay_ms: Option<f64>,
     /// Members before and after.
-    pub(super) members_before: usize,
-    pub(super) members_after: usize,
+    pub(crate) members_before: usize,
+    pub(crate) members_after: usize,
+}
+
+/// Where the time of a recovery went, in milliseconds. `reconnect` goes on while leaves are computed, so it is no part of the sum.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub(crate) struct Phases {
+    /// Until somebody knew it who could say so.
+    pub(crate) detect: f64,
+    /// Until the last survivor had adopted the new world.
+    pub(crate) agree: f64,
+    /// Until the last survivor had the reports of all others.
+    pub(crate) reconnect: f64,
+    /// From the last leaf until the last survivor had all final chunks.
+    pub(crate) resend: f64,
 }
 
 impl Fault {
     /// The cost, once it is over.
-    pub(super) fn measure(&self, history: &History) -> Option<Measured> {
+    pub(crate) fn measure(&self, history: &History) -> Option<Measured> {
         match self.kind {
-            Kind::Kill => self.measure_kill(history),
+            Kind::Kill | Kind::SilentHost => self.measure_death(history),
             Kind::Leader => self.measure_leader(history),
             Kind::Join => self.measure_join(history),
             Kind::Drain => self.measure_drain(history),
@@ -127,11 +150,11 @@ impl Fault {
     }
 
     /// The worker that a join brought.
-    pub(super) fn joiner(&self, history: &History) -> Option<NodeId> {
+    pub(crate) fn joiner(&self, history: &History) -> Option<NodeId> {
         history.started().filter(|s| s.at >= self.at).min_by_key(|s| s.at).map(|s| s.worker)
     }
 
-    fn measure_kill(&self, history: &History) -> Option<Measured> {
+    fn measure_death(&self, history: &History) -> Option<Measured> {
         let world = self
             .next_world(history, |world| !self.victims.iter().any(|v| world.nodes.contains(v)))?;
         let survivors: Vec<NodeId> =
@@ -153,8 +176,18 @@ impl Fault {
             |event: &WorkerEvent| matches!(event, WorkerEvent::Recompute { step: s } if *s == step);
         let recomputed = lines().filter(|l| l.at >= self.at && is_again(&l.event)).count();
         let waiting = millis(adopted, last_leaf.min(finished));
-        let (detected, _) = history.exited(*self.victims.first()?)?;
+        let detected = match self.kind {
+            Kind::SilentHost => history.lost(*self.victims.first()?)?,
+            _ => history.exited(*self.victims.first()?)?.0,
+        };
+        let entered = latest(&survivors, |node| history.entered(node, world.generation))?;
         let step_ms = millis(self.at, finished);
+        let phases = Phases {
+            detect: millis(self.at, detected),
+            agree: millis(detected, adopted),
+            reconnect: millis(adopted, entered),
+            resend: millis(last_leaf.max(adopted), finished),
+        };
         Some(Measured {
             step: step.0,
             detected_ms: Some(millis(self.at, detected)),
@@ -163,6 +196,7 @@ impl Fault {
             recompute_ms: Some(waiting),
             recovery_ms: Some(round(step_ms - waiting)),
             recomputed_leaves: Some(recomputed as u64),
+            phases: Some(phases),
             ..self.blank(world.nodes.len())
         })
     }
@@ -183,6 +217,7 @@ impl Fault {
             detected_ms: Some(millis(self.at, elected)),
             step_ms: Some(millis(self.at, finished)),
             steps_meanwhile: Some(meanwhile as u64),
+            step_delay_ms: self.step_delay(history, &self.world.nodes, elected.max(finished))?,
             ..self.blank(self.world.nodes.len())
         })
     }
@@ -205,6 +240,7 @@ impl Fault {
             detected_ms: Some(millis(self.at, noticed)),
             world_ms: Some(millis(self.at, adopted)),
             step_ms: Some(millis(self.at, finished)),
+            step_delay_ms: self.step_delay(history, &self.world.nodes, finished)?,
             ..self.blank(world.nodes.len())
         })
     }
@@ -228,6 +264,7 @@ impl Fault {
             step_ms: Some(millis(self.at, finished)),
             recomputed_leaves: Some(self.computed_twice(history, finished)),
             left_ms: Some(millis(self.at, ended)),
+            step_delay_ms: self.step_delay(history, &world.nodes, finished)?,
             ..self.blank(world.nodes.len())
         })
     }
@@ -257,7 +294,7 @@ impl Fault {
     }
 
     /// The highest boundary that a victim had applied when it was killed.
-    pub(super) fn reached(&self, history: &History) -> Step {
+    pub(crate) fn reached(&self, history: &History) -> Step {
         self.victims.iter().map(|node| history.boundary_of(*node)).max().unwrap_or_default()
     }
 
@@ -273,6 +310,39 @@ impl Fault {
                 _ => None,
             });
         leaves.filter(|leaf| !seen.insert(*leaf)).count() as u64
+    }
+
+    /// By how much the longest step on `nodes` that was under way between the fault and `end` was longer than the median of those
+    /// just before it. A step's length is the time between its end, which is when the last of them had its sum, and the former one's.
+    /// `None` until that is known; nothing inside if no step before was measured.
+    fn step_delay(
+        &self,
+        history: &History,
+        nodes: &[NodeId],
+        end: Timestamp,
+    ) -> Option<Option<f64>> {
+        let ended = |step: u64| latest(nodes, |node| history.finished(node, Step(step)));
+        let length =
+            |step: u64| Some((ended(step)?, millis(ended(step.checked_sub(1)?)?, ended(step)?)));
+        let first = self.step.0.saturating_sub(STEPS_BEFORE);
+        let mut before: Vec<f64> = (first..self.step.0)
+            .filter_map(length)
+            .filter(|(at, _)| *at <= self.at)
+            .map(|(_, length)| length)
+            .collect();
+        before.sort_by(f64::total_cmp);
+        let Some(median) = before.get(before.len() / 2).copied() else { return Some(None) };
+        let mut longest: f64 = 0.0;
+        for step in self.step.0.saturating_sub(1).. {
+            let Some((at, length)) = length(step) else { break };
+            if at >= self.at {
+                longest = longest.max(length);
+            }
+            if at >= end {
+                return Some(Some(round((longest - median).max(0.0))));
+            }
+        }
+        None
     }
 
     fn next_world(
@@ -299,6 +369,8 @@ impl Fault {
             recomputed_leaves: None,
             steps_meanwhile: None,
             left_ms: None,
+            phases: None,
+            step_delay_ms: None,
             members_before: self.world.nodes.len(),
             members_after,
         }
@@ -326,6 +398,9 @@ fn round(millis: f64) -> f64 {
     (millis * 1e3).round() / 1e3
 }
 
+/// Enough steps for a median.
+const STEPS_BEFORE: u64 = 20;
+
 #[cfg(test)]
 mod tests {
     use types::Generation;
@@ -340,6 +415,8 @@ mod tests {
         worker-5 {"event":"leaf","t_ns":110000000,"step":3,"rank":0}
         worker-5 {"event":"world","t_ns":125000000,"generation":2,"step":3}
         worker-6 {"event":"world","t_ns":130000000,"generation":2,"step":3}
+        worker-5 {"event":"entered","t_ns":132000000,"generation":2}
+        worker-6 {"event":"entered","t_ns":133000000,"generation":2}
         worker-6 {"event":"recompute","t_ns":131000000,"step":3,"rank":7}
         worker-6 {"event":"leaf","t_ns":190000000,"step":3,"rank":7}
         worker-5 {"event":"final","t_ns":194000000,"step":3}
@@ -370,6 +447,8 @@ mod tests {
         assert_eq!(measured.recovery_ms, Some(36.0));
         assert_eq!(measured.recomputed_leaves, Some(1));
         assert_eq!((measured.members_before, measured.members_after), (3, 2));
+        let phases = Phases { detect: 3.0, agree: 27.0, reconnect: 3.0, resend: 6.0 };
+        assert_eq!(measured.phases, Some(phases));
     }
 
     #[test]

@@ -1,6 +1,6 @@
-//! [`Cluster`]: the demo's processes, all on loopback: three coordinators, the agents, and through them the workers.
+//! [`Cluster`]: processes of this program, all on loopback: three coordinators, the agents, and through them the workers.
 //!
-//! Every process is started by the launcher's own spawner, so none outlives the demo, even if that is killed by KILL. Signals go through
+//! Every process is started by the launcher's own spawner, so none outlives the command, even if that is killed by KILL. Signals go through
 //! pidfds: they never hit another process that got the same number. What a process prints goes to a file.
 
 use std::collections::BTreeMap;
@@ -20,14 +20,34 @@ use types::{JobId, NodeId};
 
 use super::trace::History;
 
+/// What is trained, and how.
+#[derive(Clone, Debug)]
+pub(crate) struct Plan {
+    /// Steps of the job.
+    pub(crate) steps: u64,
+    /// The recovery target, as a flag has it.
+    pub(crate) recovery_target: String,
+    /// How often an agent starts a worker again that was killed.
+    pub(crate) restarts: u32,
+    /// Flags of the trainer.
+    pub(crate) training: &'static [&'static str],
+}
+
+impl Plan {
+    /// The demo's: nobody comes back by itself, so that what is seen is what the demo did.
+    pub(crate) fn demo(steps: u64) -> Self {
+        Self { steps, recovery_target: "1s".to_owned(), restarts: 0, training: &[] }
+    }
+}
+
 /// All processes, and where they keep what they keep.
 #[derive(Debug)]
-pub(super) struct Cluster {
+pub(crate) struct Cluster {
     spawner: Spawner,
     program: OsString,
     folder: PathBuf,
     job: JobId,
-    steps: u64,
+    plan: Plan,
     ports: [u16; COORDINATORS],
     coordinators: BTreeMap<u64, Process>,
     agents: BTreeMap<u32, Process>,
@@ -37,7 +57,7 @@ pub(super) struct Cluster {
 
 impl Cluster {
     /// Makes the folders, the authority and a place for everything; starts nothing yet.
-    pub(super) fn prepare(folder: &Path, steps: u64) -> anyhow::Result<Self> {
+    pub(crate) fn prepare(folder: &Path, plan: Plan) -> anyhow::Result<Self> {
         for name in ["trace", "logs", "checkpoints", "undisturbed", "tmp"] {
             let path = folder.join(name);
             std::fs::create_dir_all(&path).with_context(|| format!("making {}", path.display()))?;
@@ -48,7 +68,7 @@ impl Cluster {
             program: std::env::current_exe().context("finding this program's own file")?.into(),
             folder: folder.to_path_buf(),
             job: JobId::new(JOB).map_err(anyhow::Error::msg)?,
-            steps,
+            plan,
             ports: free_ports()?,
             coordinators: BTreeMap::new(),
             agents: BTreeMap::new(),
@@ -58,12 +78,12 @@ impl Cluster {
     }
 
     /// Where traces are written.
-    pub(super) fn trace_folder(&self) -> PathBuf {
+    pub(crate) fn trace_folder(&self) -> PathBuf {
         self.folder.join("trace")
     }
 
     /// Starts all coordinators.
-    pub(super) async fn start_coordinators(&mut self) -> anyhow::Result<()> {
+    pub(crate) async fn start_coordinators(&mut self) -> anyhow::Result<()> {
         for id in 1..=COORDINATORS as u64 {
             self.start_coordinator(id).await?;
         }
@@ -71,10 +91,11 @@ impl Cluster {
     }
 
     /// Starts one coordinator, for the first time or again.
-    pub(super) async fn start_coordinator(&mut self, id: u64) -> anyhow::Result<()> {
+    pub(crate) async fn start_coordinator(&mut self, id: u64) -> anyhow::Result<()> {
         let peers: Vec<String> =
             (1..).zip(self.ports).map(|(id, port)| format!("{id}=127.0.0.1:{port}")).collect();
-        let mut arguments = words(&["coordinator", "--recovery-target", TARGET]);
+        let mut arguments = words(&["coordinator"]);
+        arguments.extend(pair("--recovery-target", &self.plan.recovery_target));
         arguments.extend(pair("--id", id.to_string()));
         arguments.extend(pair("--peers", peers.join(",")));
         arguments.extend(pair("--data-dir", self.folder.join(format!("coordinator-{id}"))));
@@ -86,7 +107,7 @@ impl Cluster {
     }
 
     /// Starts one more agent, with a join token of its own, and says its number.
-    pub(super) async fn start_agent(&mut self, workers: u32) -> anyhow::Result<u32> {
+    pub(crate) async fn start_agent(&mut self, workers: u32) -> anyhow::Result<u32> {
         self.agents_started += 1;
         let number = self.agents_started;
         let (folder, name) = (self.folder.clone(), format!("agent-{number}"));
@@ -98,24 +119,10 @@ impl Cluster {
         )?;
         let coordinators: Vec<String> =
             self.ports.iter().map(|port| format!("127.0.0.1:{port}")).collect();
-        let mut arguments = words(&[
-            "run",
-            "--recovery-target",
-            TARGET,
-            "--listen",
-            "127.0.0.1",
-            "--nnodes",
-            "1:3",
-        ]);
-        // Nobody comes back by itself, so that what is seen is what the demo did.
-        arguments.extend(words(&[
-            "--max-restarts",
-            "0",
-            "--min-members",
-            "1",
-            "--max-members",
-            "8",
-        ]));
+        let mut arguments = words(&["run", "--listen", "127.0.0.1", "--nnodes", "1:3"]);
+        arguments.extend(words(&["--min-members", "1", "--max-members", "8"]));
+        arguments.extend(pair("--recovery-target", &self.plan.recovery_target));
+        arguments.extend(pair("--max-restarts", self.plan.restarts.to_string()));
         arguments.extend(pair("--expected-members", EXPECTED_MEMBERS.to_string()));
         arguments.extend(pair("--virtual-ranks", VIRTUAL_RANKS.to_string()));
         arguments.extend(pair("--coordinators", coordinators.join(",")));
@@ -137,7 +144,7 @@ impl Cluster {
     }
 
     /// Starts the same training in one process, with no coordinator and no waiting.
-    pub(super) async fn start_undisturbed(&mut self) -> anyhow::Result<Process> {
+    pub(crate) async fn start_undisturbed(&mut self) -> anyhow::Result<Process> {
         let mut arguments = self.trainer_arguments();
         arguments.extend(pair("--virtual-ranks", VIRTUAL_RANKS.to_string()));
         // Whatever this shell has set for a job of its own must not reach it: an empty variable is an unset one.
@@ -152,13 +159,14 @@ impl Cluster {
     }
 
     /// Where the undisturbed run writes its trace.
-    pub(super) fn undisturbed_folder(&self) -> PathBuf {
+    pub(crate) fn undisturbed_folder(&self) -> PathBuf {
         self.folder.join("undisturbed")
     }
 
     fn trainer_arguments(&self) -> Vec<OsString> {
         let mut arguments = words(&["trainer"]);
-        arguments.extend(pair("--steps", self.steps.to_string()));
+        arguments.extend(pair("--steps", self.plan.steps.to_string()));
+        arguments.extend(words(self.plan.training));
         arguments
     }
 
@@ -192,7 +200,7 @@ impl Cluster {
     }
 
     /// Takes hold of the workers that agents have started since the last look.
-    pub(super) fn hold_workers(&mut self, history: &History) {
+    pub(crate) fn hold_workers(&mut self, history: &History) {
         for started in history.started() {
             if self.workers.contains_key(&started.worker)
                 || history.exited(started.worker).is_some()
@@ -209,12 +217,39 @@ impl Cluster {
     }
 
     /// Kills a worker.
-    pub(super) fn kill_worker(&self, node: NodeId) -> anyhow::Result<()> {
+    pub(crate) fn kill_worker(&self, node: NodeId) -> anyhow::Result<()> {
         self.signal_worker(node, rustix::process::Signal::KILL)
     }
 
+    /// Freezes the agent of that number, and `workers`: to all others their host has gone silent.
+    pub(crate) fn freeze(&self, agent: u32, workers: &[NodeId]) -> anyhow::Result<()> {
+        for node in workers {
+            self.signal_worker(*node, rustix::process::Signal::STOP)?;
+        }
+        let process = self.agents.get(&agent).with_context(|| format!("no agent {agent} runs"))?;
+        let pid = Pid::from_raw(process.pid()).context("a process has a number")?;
+        let pidfd = pidfd_open(pid, PidfdFlags::empty()).context("the agent is gone")?;
+        pidfd_send_signal(pidfd, rustix::process::Signal::STOP)
+            .with_context(|| format!("agent {agent} could not be stopped"))
+    }
+
+    /// Kills an agent and waits until it is gone; its workers end with it.
+    pub(crate) async fn kill_agent(&mut self, agent: u32) -> anyhow::Result<()> {
+        let process =
+            self.agents.remove(&agent).with_context(|| format!("no agent {agent} runs"))?;
+        process.kill().with_context(|| format!("killing agent {agent}"))?;
+        process.ended().await?;
+        process.reap()?;
+        Ok(())
+    }
+
+    /// The agents that run, in the order in which they started.
+    pub(crate) fn agents(&self) -> Vec<u32> {
+        self.agents.keys().copied().collect()
+    }
+
     /// Asks a worker to leave, as a scheduler does.
-    pub(super) fn drain_worker(&self, node: NodeId) -> anyhow::Result<()> {
+    pub(crate) fn drain_worker(&self, node: NodeId) -> anyhow::Result<()> {
         self.signal_worker(node, rustix::process::Signal::TERM)
     }
 
@@ -228,7 +263,7 @@ impl Cluster {
     }
 
     /// Kills a coordinator and waits until it is gone.
-    pub(super) async fn kill_coordinator(&mut self, id: u64) -> anyhow::Result<()> {
+    pub(crate) async fn kill_coordinator(&mut self, id: u64) -> anyhow::Result<()> {
         let process = self
             .coordinators
             .remove(&id)
@@ -240,7 +275,7 @@ impl Cluster {
     }
 
     /// Takes note of agents that ended: how, and which.
-    pub(super) fn ended_agents(&mut self) -> anyhow::Result<Vec<(u32, Exit)>> {
+    pub(crate) fn ended_agents(&mut self) -> anyhow::Result<Vec<(u32, Exit)>> {
         let mut ended = Vec::new();
         for (number, process) in &self.agents {
             if let Some(exit) =
@@ -256,12 +291,12 @@ impl Cluster {
     }
 
     /// How many agents run.
-    pub(super) fn agents_running(&self) -> usize {
+    pub(crate) fn agents_running(&self) -> usize {
         self.agents.len()
     }
 
     /// A coordinator that ends by itself is a failure of the demo.
-    pub(super) fn check_coordinators(&self) -> anyhow::Result<()> {
+    pub(crate) fn check_coordinators(&self) -> anyhow::Result<()> {
         for (id, process) in &self.coordinators {
             if let Some(exit) =
                 process.reap().with_context(|| format!("looking after coordinator {id}"))?
@@ -273,7 +308,7 @@ impl Cluster {
     }
 
     /// Ends the coordinators in good order.
-    pub(super) async fn stop_coordinators(&mut self) -> anyhow::Result<()> {
+    pub(crate) async fn stop_coordinators(&mut self) -> anyhow::Result<()> {
         for process in self.coordinators.values() {
             process.signal(Signal::Terminate)?;
         }
@@ -328,14 +363,13 @@ fn free_ports() -> anyhow::Result<[u16; COORDINATORS]> {
     found.try_into().ok().with_context(wanted)
 }
 
-pub(super) const COORDINATORS: usize = 3;
+pub(crate) const COORDINATORS: usize = 3;
 /// Two agents with two workers each.
-pub(super) const EXPECTED_MEMBERS: usize = 4;
-pub(super) const VIRTUAL_RANKS: u32 = 8;
+pub(crate) const EXPECTED_MEMBERS: usize = 4;
+pub(crate) const VIRTUAL_RANKS: u32 = 8;
 /// A leaf waits so long on top of its computation, as for a GPU: so a moment in mid-step can be hit.
-pub(super) const LEAF_MS: u64 = 40;
+pub(crate) const LEAF_MS: u64 = 40;
 const JOB: &str = "demo";
-const TARGET: &str = "1s";
 /// Often enough that a demo of seconds has something to go back to.
 const CHECKPOINT_EVERY: &str = "2s";
 const TOKEN_VALID: Duration = Duration::from_secs(3600);
