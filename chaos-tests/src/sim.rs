@@ -457,7 +457,7 @@ impl Sim {
             }
             Happening::Tick(node) => {
                 if let Some(worker) = self.awake(node) {
-                    worker.node.handle_tick();
+                    worker.node.handle_tick(now);
                     self.push(ms(250), Happening::Tick(node));
                     self.follow(node);
                 }

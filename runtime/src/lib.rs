@@ -22,7 +22,7 @@
 //! ```
 //!
 //! This room promises that the program's loop never learns of failures: it only gets more virtual ranks to compute. It opens HTTP and the
-//! agent's pipes, reads the environment and the clock. Everything that decides is a machine: [`step_cycle`] here, the rest in the rooms
+//! agent's pipes, reads the environment and the clock. Everything that decides is a machine: [`step_cycle`] and [`state_copy`] here, the rest in the rooms
 //! below.
 
 mod active_step;
@@ -43,6 +43,7 @@ mod session;
 pub mod settings;
 mod signals;
 mod state;
+pub mod state_copy;
 pub mod step_cycle;
 mod trace;
 

@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::Sender;
 
 use membership::Release;
-use storage::Layout;
+use storage::{Layout, StateDigest, StatePieces};
 use tokio::sync::mpsc;
 use types::{Lineage, Origin, Start, Step, Timestamp, VirtualRanks};
 
@@ -57,6 +57,7 @@ struct Running {
     engine: Sender<Input>,
     orders: mpsc::UnboundedReceiver<Order>,
     layout: Arc<Layout>,
+    pieces: Arc<StatePieces>,
     store: Option<storage::Store>,
     virtual_ranks: VirtualRanks,
     peers: Option<PeersHandle>,
@@ -65,6 +66,8 @@ struct Running {
     trace: Trace,
     /// The boundary at which the program's state stands, and its lineage.
     stands: Option<(Lineage, Step)>,
+    /// The digest of the state there.
+    digest: Option<StateDigest>,
     /// The step that was handed out last.
     handed_out: Option<(Step, Arc<AtomicBool>)>,
     first_digest_at: Option<Timestamp>,
@@ -145,19 +148,17 @@ impl Session {
                         .map(|s| running.layout.fill(s, &view).map(|bytes| (s, bytes)))
                         .collect();
                     let segments = staged.map_err(|e| Error::Usage(e.to_string()))?;
-                    let (digest, extra) = (state::digest(state)?, state.extra());
+                    let (digest, extra) = (running.digest_here(state)?.whole, state.extra());
                     running.tell(UserInput::Staged { intent, digest, extra, segments })?;
                 }
-                Order::Copy => {
+                Order::Copy { pieces } => {
                     let view = state::Bytes(state);
-                    let copied: Result<Vec<_>, _> = running
-                        .layout
-                        .segments()
-                        .iter()
-                        .map(|s| running.layout.fill(s.index, &view))
+                    let copied: Result<BTreeMap<u32, _>, _> = pieces
+                        .into_iter()
+                        .map(|piece| running.pieces.copy(piece, &view).map(|bytes| (piece, bytes)))
                         .collect();
                     let pieces = copied.map_err(|e| Error::Usage(e.to_string()))?;
-                    let (digest, extra) = (state::digest(state)?, state.extra());
+                    let (digest, extra) = (running.digest_here(state)?, state.extra());
                     running.tell(UserInput::Copied { digest, extra, pieces })?;
                 }
                 Order::Step { step, lineage, world, is_first } => {
@@ -235,12 +236,28 @@ impl Running {
             *stands = boundary;
         }
         let began = clock::now();
-        let digest = state::digest(state)?;
+        let digest = self.take_digest(state)?;
         if self.first_digest_at.is_none() {
             self.first_digest_at = Some(began);
             tracing::debug!(took = ?clock::now().since(began), "digest of the state");
         }
         self.tell(UserInput::Applied { boundary, digest })
+    }
+
+    /// Takes the digest of a state that has changed.
+    fn take_digest<S: State + ?Sized>(&mut self, state: &S) -> Result<types::Digest, Error> {
+        let digest = state::digests(&self.pieces, state)?;
+        let whole = digest.whole;
+        self.digest = Some(digest);
+        Ok(whole)
+    }
+
+    /// The digest of a state that has not changed since it came to its boundary.
+    fn digest_here<S: State + ?Sized>(&mut self, state: &S) -> Result<StateDigest, Error> {
+        match &self.digest {
+            Some(digest) => Ok(digest.clone()),
+            None => state::digests(&self.pieces, state),
+        }
     }
 
     async fn restore<S: State + ?Sized>(
@@ -271,7 +288,7 @@ impl Running {
                 ))),
             },
         };
-        let digest = state::digest(state)?;
+        let digest = self.take_digest(state)?;
         let checked = loaded.and_then(|()| match start.digest.filter(|d| *d != digest) {
             // All bytes are as they were written, so it is the program that makes another state of them.
             Some(wanted) => Err(LoadError::Incompatible(format!(
@@ -299,17 +316,16 @@ impl Running {
         state: &mut S,
         (lineage, applied, digest): (Lineage, Step, types::Digest),
         extra: serde_json::Value,
-        pieces: &[bytes::Bytes],
+        pieces: &[(u32, bytes::Bytes)],
     ) -> Result<(), Error> {
         let mut loaded = state.set_extra(extra);
-        for (segment, piece) in self.layout.segments().iter().zip(pieces) {
-            let sink =
-                &mut |name: &str, offset: usize, bytes: &[u8]| state.load(name, offset, bytes);
-            let scattered =
-                self.layout.scatter(segment.index, piece, sink).map_err(|e| e.to_string());
-            loaded = loaded.and(scattered);
+        for (piece, bytes) in pieces {
+            match self.pieces.place(*piece) {
+                Some((name, place)) => state.load(name, place.start, bytes),
+                None => loaded = loaded.and(Err(format!("the state has no piece {piece}"))),
+            }
         }
-        let ours = state::digest(state)?;
+        let ours = self.take_digest(state)?;
         if loaded.is_ok() && ours != digest {
             loaded = Err(format!("the copy's digest is {ours:#}, not {digest:#}"));
         }

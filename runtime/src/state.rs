@@ -4,6 +4,7 @@ use std::borrow::Cow;
 
 use serde_json::Value;
 pub use storage::TensorSpec;
+use storage::{StateDigest, StatePieces};
 use types::Digest;
 
 use crate::error::Error;
@@ -52,6 +53,15 @@ impl<S: State + ?Sized> storage::StateBytes for Bytes<'_, S> {
 /// # Errors
 /// If a tensor is missing, or has another size than its shape says.
 pub fn digest<S: State + ?Sized>(state: &S) -> Result<Digest, Error> {
-    storage::state_digest(&state.tensors(), &state.extra(), &Bytes(state))
+    Ok(digests(&StatePieces::new(state.tensors()), state)?.whole)
+}
+
+/// The digests of a state and of its pieces.
+pub(crate) fn digests<S: State + ?Sized>(
+    pieces: &StatePieces,
+    state: &S,
+) -> Result<StateDigest, Error> {
+    pieces
+        .digest(&state.extra(), &Bytes(state))
         .map_err(|e| Error::Usage(format!("the state does not keep its shape: {e}")))
 }

@@ -24,6 +24,8 @@ use types::{
     Address, Digest, Generation, Lineage, NodeId, Start, Step, TreeNode, VirtualRank, World,
 };
 
+use crate::state_copy::Boundaries;
+
 pub use frame::{Envelope, FinalName, NodeName, PeerFrame, Report};
 
 /// What the shell must do.
@@ -479,6 +481,20 @@ impl StepCycle {
             _ => asked.iter().find(waits)?,
         };
         Some((*node, PeerFrame::FinalRequest { lineage: world.lineage, step, chunks }))
+    }
+
+    /// How far everybody is, for copying the state; `None` without a world.
+    #[must_use]
+    pub fn boundaries(&self) -> Option<Boundaries<'_>> {
+        let known = self.known_applied.values().max().copied().unwrap_or_default();
+        // Whoever sent a final of a step stands at its boundary at least.
+        let told = self.finals.last_key_value().map(|(step, _)| *step).unwrap_or_default();
+        Some(Boundaries {
+            world: self.world.as_deref()?,
+            applied: self.applied(),
+            known: &self.known_applied,
+            highest: known.max(told).max(self.lowest),
+        })
     }
 
     /// Whether a virtual rank of the present step came to this member by a change in mid-step.

@@ -340,6 +340,12 @@ pub enum LayoutError {
         /// The size that was asked for.
         segment_bytes: u64,
     },
+    /// A state has no such piece.
+    #[error("the state has no piece {piece}")]
+    NoPiece {
+        /// The number that was asked for.
+        piece: u32,
+    },
     /// Too many tensors.
     #[error(
         "a state of {tensors} tensors; at most {} are allowed: store small ones together",

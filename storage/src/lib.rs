@@ -30,6 +30,6 @@ pub use layout::{Layout, LayoutError, Segment, SegmentIndex, StateBytes, TensorS
 pub use manifest::{Contents, Manifest, ManifestError};
 pub use plan::SharePlan;
 pub use reader::{Damaged, Found, Survey, find, load, newest, read_segment, restore, survey};
-pub use state_digest::state_digest;
+pub use state_digest::{StateDigest, StatePieces, state_digest};
 pub use store::{Created, Object, StorageError, Store, StoreOptions};
 pub use writer::{Published, Share, publish, stage, upload};

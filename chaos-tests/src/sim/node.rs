@@ -1,11 +1,15 @@
 //! A worker without sockets and threads: the real step machine, small gradients, and a simulated user.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::sync::Arc;
+use std::time::Duration;
 
 use collectives::{Chunk, OperationAction};
-use types::{Digest, Lineage, NodeId, Start, Step, TreeNode, VirtualRank, VirtualRanks, World};
+use types::{
+    Digest, Lineage, NodeId, Start, Step, Timestamp, TreeNode, VirtualRank, VirtualRanks, World,
+};
 
+use ripstop::state_copy::{CopyAction, StateCopy};
 use ripstop::step_cycle::{Action, Envelope, PeerFrame, StepCycle, Verdict};
 
 use crate::seed::{Rng, mix};
@@ -72,6 +76,11 @@ impl TrainState {
         next.apply(&finals);
         next
     }
+}
+
+/// The digest of one piece of a state, which has no pieces here.
+fn piece_digest(state: &TrainState, piece: u32) -> Digest {
+    Digest::of(&[&state.digest.0[..], &piece.to_le_bytes()].concat())
 }
 
 fn add(left: Vec<f32>, right: &[f32]) -> Vec<f32> {
@@ -150,9 +159,10 @@ pub(crate) struct Node {
     nodes: BTreeMap<(Step, Chunk, TreeNode), Vec<f32>>,
     pub(crate) finals: BTreeMap<(Step, Chunk), Vec<f32>>,
     restore: Option<(Lineage, Start)>,
+    copy: StateCopy,
+    copied: BTreeMap<u32, TrainState>,
     fetched: Option<(Lineage, TrainState)>,
-    fetch_attempts: u64,
-    followers_waiting: BTreeSet<NodeId>,
+    now: Timestamp,
 }
 
 impl Node {
@@ -172,9 +182,10 @@ impl Node {
             nodes: BTreeMap::new(),
             finals: BTreeMap::new(),
             restore: None,
+            copy: StateCopy::new(id, STATE_PIECES, Some(shape.total), COPY_TARGET),
+            copied: BTreeMap::new(),
             fetched: None,
-            fetch_attempts: 0,
-            followers_waiting: BTreeSet::new(),
+            now: Timestamp(0),
         }
     }
 
@@ -189,6 +200,7 @@ impl Node {
 
     pub(crate) fn handle_link_up(&mut self, node: NodeId) {
         self.cycle.handle_link_up(node);
+        self.copy.handle_link_up(node);
         self.drain();
     }
 
@@ -211,17 +223,27 @@ impl Node {
             (PeerFrame::FinalRequest { lineage, step, chunks }, _) => {
                 self.cycle.handle_final_request(from, lineage, step, &chunks);
             }
-            (PeerFrame::StateRequest { lineage }, _) => {
-                let world = self.cycle.world();
-                let is_listed = world.is_some_and(|w| w.has_follower(from) && w.lineage == lineage);
-                if is_listed && self.cycle.is_member() {
-                    self.followers_waiting.insert(from);
+            (PeerFrame::StateRequest { lineage, boundary, pieces }, _) => {
+                if let Some(at) = self.cycle.boundaries() {
+                    let pieces = pieces.into_iter().collect();
+                    self.copy.handle_request(from, (lineage, boundary), pieces, at);
                 }
             }
-            (PeerFrame::StateOffer { lineage, .. }, Body::State(state)) => {
-                if self.cycle.lineage() == Some(lineage) && self.wants_state() {
-                    self.fetched = Some((lineage, *state));
+            (PeerFrame::StateOffer { lineage, applied, state: digest }, Body::State(state)) => {
+                assert_eq!(state.digest, digest, "a state goes with its digest");
+                let digests = (0..STATE_PIECES).map(|piece| piece_digest(&state, piece)).collect();
+                self.copy.handle_offer(self.now, from, (lineage, applied, digest), digests);
+            }
+            (PeerFrame::StatePiece { lineage, applied, piece }, Body::State(state)) => {
+                let digest = piece_digest(&state, piece);
+                let what = (lineage, applied, piece);
+                if self.copy.handle_piece(self.now, from, what, digest) == Verdict::Keep {
+                    self.copied.insert(piece, *state);
                 }
+            }
+            (PeerFrame::StateMissed { lineage, boundary, applied }, _) => {
+                self.copy.handle_missed(from, lineage, boundary, applied);
+                self.fetch_state();
             }
             (frame, body) => panic!("{frame:?} does not go with {body:?}"),
         }
@@ -229,30 +251,25 @@ impl Node {
     }
 
     /// Now and then a follower asks for what it lacks.
-    pub(crate) fn handle_tick(&mut self) {
+    pub(crate) fn handle_tick(&mut self, now: Timestamp) {
+        self.now = now;
         if !self.cycle.is_member()
             && let Some((node, frame)) = self.cycle.missing_finals()
         {
             self.outbox.push((node, frame, Body::Nothing));
         }
-        if self.wants_state()
-            && let Some(world) = self.cycle.world()
-        {
-            let members: Vec<NodeId> = world.nodes().collect();
-            let place = (self.id.0 + self.fetch_attempts) % members.len() as u64;
-            self.fetch_attempts += 1;
-            let frame = PeerFrame::StateRequest { lineage: world.lineage };
-            self.outbox.push((members[place as usize], frame, Body::Nothing));
-        }
+        self.fetch_state();
+        self.drain();
     }
 
-    fn wants_state(&self) -> bool {
-        let is_follower = |w: &Arc<World>| w.has_follower(self.id);
-        self.cycle.world().is_some_and(is_follower)
-            && self.cycle.applied().is_none()
+    fn fetch_state(&mut self) {
+        let Some(at) = self.cycle.boundaries() else { return };
+        let is_wanted = at.world.has_follower(self.id)
+            && at.applied.is_none()
             && self.restore.is_none()
             && self.fetched.is_none()
-            && matches!(self.user, User::AtBoundary)
+            && matches!(self.user, User::AtBoundary);
+        self.copy.handle_turn(self.now, at, is_wanted);
     }
 
     /// Lets the user go on; returns what it begins to do.
@@ -285,13 +302,18 @@ impl Node {
         }
         let step = self.cycle.applied()?;
         let world = Arc::clone(self.cycle.world()?);
-        if !self.followers_waiting.is_empty() && self.cycle.entered().is_some() {
+        if let Some(at) = self.cycle.boundaries() {
+            self.copy.handle_boundary(at);
+        }
+        if self.cycle.entered().is_some() && self.copy.due(step).is_some() {
             self.send_state();
         }
+        self.drain_copy();
+        let may_step = !world.held || self.cycle.is_ready(step);
         let may_begin = if self.cycle.is_member() {
-            self.cycle.entered().is_some() && (!world.held || self.cycle.is_ready(step))
+            self.cycle.entered().is_some() && may_step
         } else {
-            world.has_follower(self.id)
+            world.has_follower(self.id) && may_step
         };
         if step >= self.shape.total || !may_begin {
             return None;
@@ -305,8 +327,7 @@ impl Node {
         let is_void = self.restore.is_some()
             || self.cycle.applied() != Some(step)
             || self.cycle.is_excluded();
-        let must_copy =
-            self.cycle.world().is_some_and(|w| w.held) && !self.followers_waiting.is_empty();
+        let is_held = self.cycle.world().is_some_and(|w| w.held);
         if self.cycle.is_ready(step) && !is_void {
             let sum = |chunk| {
                 let name = (step, Chunk(chunk));
@@ -314,7 +335,7 @@ impl Node {
             };
             return Some(Some(Work::Apply { finals: (0..self.shape.chunks).map(sum).collect() }));
         }
-        if is_void || must_copy {
+        if is_void || is_held {
             self.user = User::AtBoundary;
             return Some(None);
         }
@@ -367,13 +388,38 @@ impl Node {
         let Some((lineage, state)) = self.state.clone() else { return };
         let (applied, digest) = (state.boundary, state.digest);
         assert_eq!(self.cycle.applied(), Some(applied), "the copy is of this boundary");
-        for node in std::mem::take(&mut self.followers_waiting) {
-            let frame = PeerFrame::StateOffer { lineage, applied, state: digest, pieces: 0 };
+        for (node, pieces) in self.copy.take_due(applied) {
+            let frame = PeerFrame::StateOffer { lineage, applied, state: digest };
             self.outbox.push((node, frame, Body::State(Box::new(state.clone()))));
+            for piece in pieces {
+                let frame = PeerFrame::StatePiece { lineage, applied, piece };
+                self.outbox.push((node, frame, Body::State(Box::new(state.clone()))));
+            }
+        }
+    }
+
+    fn drain_copy(&mut self) {
+        while let Some(action) = self.copy.poll_action() {
+            match action {
+                CopyAction::Send(Envelope { node, frame }) => {
+                    assert_ne!(node, self.id, "nobody copies from itself");
+                    self.outbox.push((node, frame, Body::Nothing));
+                }
+                CopyAction::Discard => self.copied.clear(),
+                CopyAction::Complete { lineage, applied, digest } => {
+                    let copied = std::mem::take(&mut self.copied);
+                    assert_eq!(copied.len(), STATE_PIECES as usize, "all pieces are held");
+                    let is_it = |s: &TrainState| s.boundary == applied && s.digest == digest;
+                    assert!(copied.values().all(is_it), "all pieces are of one state");
+                    self.fetched = copied.into_values().next().map(|state| (lineage, state));
+                }
+                CopyAction::Dropped { .. } => {}
+            }
         }
     }
 
     fn drain(&mut self) {
+        self.drain_copy();
         while let Some(action) = self.cycle.poll_action() {
             match action {
                 Action::Send(Envelope { node, frame }) => {
@@ -399,7 +445,6 @@ impl Node {
                 Action::DropNodes { step } => self.nodes.retain(|(s, ..), _| *s > step),
                 Action::DropFinals { step } => self.finals.retain(|(s, _), _| *s > step),
                 Action::Restore { lineage, start } => {
-                    self.followers_waiting.clear();
                     self.fetched = None;
                     self.restore = Some((lineage, start));
                 }
@@ -436,3 +481,7 @@ impl Node {
         }
     }
 }
+
+/// Into so many pieces a state is cut for copying.
+const STATE_PIECES: u32 = 5;
+const COPY_TARGET: Duration = Duration::from_millis(200);

@@ -16,7 +16,7 @@ use bytes::Bytes;
 use collectives::{ChunkLayout, LeafReport, OperationAction};
 use membership::{Heartbeat, Intent, ParticipantEvent, Phase, Release};
 use serde_json::json;
-use storage::{Layout, Store};
+use storage::{Layout, StateDigest, StatePieces, Store};
 use tokio::sync::{mpsc, oneshot};
 use transport::{Frame, Lane};
 use types::{Digest, Lineage, NodeId, Start, Step, Timestamp, VirtualRank, World, decode, encode};
@@ -28,6 +28,7 @@ use crate::clock;
 use crate::error::Error;
 use crate::metrics::WorkerMetrics;
 use crate::settings::Settings;
+use crate::state_copy::StateCopy;
 use crate::step_cycle::{Action, Envelope, PeerFrame, StepCycle, Verdict};
 use crate::trace::Trace;
 
@@ -68,8 +69,8 @@ pub(crate) enum UserInput {
         extra: serde_json::Value,
         segments: Vec<(storage::SegmentIndex, Bytes)>,
     },
-    /// A copy of the state, for followers.
-    Copied { digest: Digest, extra: serde_json::Value, pieces: Vec<Bytes> },
+    /// Pieces of the state, copied for followers, and the digests of all.
+    Copied { digest: StateDigest, extra: serde_json::Value, pieces: BTreeMap<u32, Bytes> },
     /// The user wants the next virtual rank.
     Rank { step: Step, reply: oneshot::Sender<RankReply> },
     /// The user contributes a leaf.
@@ -100,12 +101,12 @@ pub(crate) enum Order {
         applied: Step,
         digest: Digest,
         extra: serde_json::Value,
-        pieces: Vec<Bytes>,
+        pieces: Vec<(u32, Bytes)>,
     },
     /// Copy the share of a checkpoint.
     Stage { intent: Intent, segments: Vec<storage::SegmentIndex> },
-    /// Copy the whole state, for a follower.
-    Copy,
+    /// Copy these pieces of the state, for followers.
+    Copy { pieces: BTreeSet<u32> },
     /// Compute a step.
     Step { step: Step, lineage: Lineage, world: Arc<World>, is_first: bool },
     /// The job is over for this process.
@@ -120,6 +121,7 @@ pub(crate) struct Parts {
     pub(crate) settings: Settings,
     pub(crate) chunks: ChunkLayout,
     pub(crate) layout: Arc<Layout>,
+    pub(crate) pieces: Arc<StatePieces>,
     pub(crate) store: Option<Store>,
     pub(crate) peers: Option<PeersHandle>,
     pub(crate) control: Option<ControlHandle>,
@@ -139,9 +141,12 @@ pub(crate) struct Engine {
     is_user_waiting: bool,
     wish: Option<(Step, oneshot::Sender<RankReply>)>,
     restore: Option<(Lineage, Start)>,
-    fetch: Option<serve::Fetch>,
+    copy: StateCopy,
+    /// The pieces that came so far, and what they don't hold.
+    copied: BTreeMap<u32, Bytes>,
+    copied_extra: Option<serde_json::Value>,
+    copies_refused: u32,
     fetched: Option<Order>,
-    followers_waiting: BTreeSet<NodeId>,
     intent: Option<Intent>,
     publish: Option<checkpoint::Publishing>,
     release: Option<Release>,
@@ -166,9 +171,16 @@ impl Engine {
             is_user_waiting: false,
             wish: None,
             restore: None,
-            fetch: None,
+            copy: StateCopy::new(
+                parts.me,
+                parts.pieces.count(),
+                parts.settings.total_steps,
+                parts.settings.recovery_target,
+            ),
+            copied: BTreeMap::new(),
+            copied_extra: None,
+            copies_refused: 0,
             fetched: None,
-            followers_waiting: BTreeSet::new(),
             intent: None,
             publish: None,
             release: None,
@@ -284,8 +296,8 @@ impl Engine {
         match call {
             UserInput::Loaded { lineage, applied, digest } => {
                 self.parts.trace.event("loaded", json!({"lineage": lineage, "step": applied}));
+                self.copies_refused = 0;
                 self.cycle.handle_state(lineage, applied, digest);
-                self.fetch = None;
             }
             UserInput::LoadFailed { reason, is_incompatible } => {
                 self.handle_load_failed(reason, is_incompatible);
@@ -364,12 +376,17 @@ impl Engine {
             PeerFrame::FinalRequest { lineage, step, chunks } => {
                 self.cycle.handle_final_request(from, lineage, step, &chunks);
             }
-            PeerFrame::StateRequest { lineage } => self.handle_state_request(from, lineage),
-            PeerFrame::StateOffer { lineage, applied, state, pieces } => {
-                self.handle_state_offer(from, (lineage, applied, state), pieces, &frame.body);
+            PeerFrame::StateRequest { lineage, boundary, pieces } => {
+                self.handle_state_request(from, (lineage, boundary), pieces);
             }
-            PeerFrame::StatePiece { applied, piece } => {
-                self.handle_state_piece(from, applied, piece, frame.body);
+            PeerFrame::StateOffer { lineage, applied, state } => {
+                self.handle_state_offer(from, (lineage, applied, state), &frame.body);
+            }
+            PeerFrame::StatePiece { lineage, applied, piece } => {
+                self.handle_state_piece(from, (lineage, applied, piece), frame.body);
+            }
+            PeerFrame::StateMissed { lineage, boundary, applied } => {
+                self.handle_state_missed(from, (lineage, boundary), applied);
             }
         }
     }
@@ -387,9 +404,7 @@ impl Engine {
                         .trace
                         .event("restore", json!({"lineage": lineage, "step": start.step}));
                     self.buffers.clear();
-                    self.followers_waiting.clear();
                     self.intent = None;
-                    self.fetch = None;
                     self.fetched = None;
                     self.restore = Some((lineage, start));
                 }
@@ -524,5 +539,3 @@ impl std::fmt::Debug for Engine {
         f.debug_struct("Engine").field("cycle", &self.cycle).finish_non_exhaustive()
     }
 }
-
-type Offered = BTreeMap<u32, Bytes>;

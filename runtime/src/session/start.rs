@@ -7,7 +7,7 @@ use std::sync::atomic::AtomicBool;
 
 use collectives::ChunkLayout;
 use membership::{Fingerprint, FoundCheckpoint, JobSpec, Join};
-use storage::{Layout, ObjectKey, Store, TensorSpec};
+use storage::{Layout, ObjectKey, StatePieces, Store, TensorSpec};
 use tokio::sync::mpsc;
 use transport::{Endpoint, Identity};
 use types::{
@@ -45,6 +45,7 @@ pub(super) async fn start<S: State + ?Sized>(
             context: "starting the i/o threads",
             reason: e.to_string(),
         })?;
+    let pieces = Arc::new(StatePieces::new(specs));
     let (sender, inputs) = std::sync::mpsc::channel();
     let (orders_in, orders) = mpsc::unbounded_channel();
     let layout = Arc::new(layout);
@@ -85,6 +86,7 @@ pub(super) async fn start<S: State + ?Sized>(
         settings: settings.clone(),
         chunks,
         layout: Arc::clone(&layout),
+        pieces: Arc::clone(&pieces),
         store: store.clone(),
         peers: peers.clone(),
         control: control.clone(),
@@ -106,6 +108,7 @@ pub(super) async fn start<S: State + ?Sized>(
         engine: sender,
         orders,
         layout,
+        pieces,
         store,
         virtual_ranks: settings.virtual_ranks,
         peers,
@@ -113,6 +116,7 @@ pub(super) async fn start<S: State + ?Sized>(
         background: Some(background),
         trace,
         stands: None,
+        digest: None,
         handed_out: None,
         first_digest_at: None,
     })

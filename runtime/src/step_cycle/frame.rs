@@ -79,12 +79,16 @@ pub enum PeerFrame {
         /// The chunks.
         chunks: BTreeSet<Chunk>,
     },
-    /// A follower asks for a copy of the state at the next boundary.
+    /// A follower asks for a share of the state at a boundary that is to come.
     StateRequest {
         /// The lineage that it follows.
         lineage: Lineage,
+        /// The boundary.
+        boundary: Step,
+        /// The pieces.
+        pieces: Vec<u32>,
     },
-    /// The state at a boundary begins; `pieces` pieces follow, in order, on the same lane.
+    /// A share of the state follows on the same lane. The body has what is not in pieces, and the digests of all pieces.
     StateOffer {
         /// The lineage.
         lineage: Lineage,
@@ -92,15 +96,24 @@ pub enum PeerFrame {
         applied: Step,
         /// The digest of the state.
         state: Digest,
-        /// How many pieces follow.
-        pieces: u32,
     },
     /// One piece of a state; its bytes are the body.
     StatePiece {
+        /// The lineage.
+        lineage: Lineage,
         /// The boundary.
         applied: Step,
         /// Its number, from 0.
         piece: u32,
+    },
+    /// The sender has left the boundary of which a share was asked.
+    StateMissed {
+        /// The lineage.
+        lineage: Lineage,
+        /// The boundary of the request.
+        boundary: Step,
+        /// Where the sender stands.
+        applied: Step,
     },
 }
 

@@ -1,36 +1,29 @@
 //! What the engine tells the user's thread, and how a follower gets a copy of the state.
 
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use bytes::Bytes;
 use membership::Release;
+use serde::{Deserialize, Serialize};
 use serde_json::json;
+use storage::StateDigest;
 use transport::{Frame, Lane};
-use types::{Digest, Lineage, NodeId, Step, Timestamp, encode};
+use types::{Digest, Lineage, NodeId, Step, decode, encode};
 
-use super::{Engine, Offered, Order, RankReply};
+use super::{Engine, Order, RankReply};
 use crate::clock;
 use crate::error::Error;
-use crate::step_cycle::{Envelope, PeerFrame};
+use crate::state_copy::CopyAction;
+use crate::step_cycle::{PeerFrame, Verdict};
 
-/// A copy of the state on its way to this follower.
-#[derive(Debug)]
-pub(super) struct Fetch {
-    source: NodeId,
-    asked: Timestamp,
-    repeated: Timestamp,
-    offer: Option<Offer>,
-    pieces: Offered,
-    attempts: u32,
-}
-
-#[derive(Debug)]
-struct Offer {
-    lineage: Lineage,
-    applied: Step,
-    digest: Digest,
-    pieces: u32,
-    extra: serde_json::Value,
+/// What a copy of the state has beside its pieces: the body of an offer.
+#[derive(Debug, Serialize, Deserialize)]
+struct Outline {
+    /// The extra state, as JSON text.
+    extra: String,
+    /// The digests of all pieces.
+    pieces: Vec<Digest>,
 }
 
 impl Engine {
@@ -99,8 +92,8 @@ impl Engine {
         }
         let step = self.cycle.applied()?;
         let world = Arc::clone(self.cycle.world()?);
-        if !self.followers_waiting.is_empty() && self.cycle.entered().is_some() {
-            return Some(Order::Copy);
+        if let Some(pieces) = self.due_pieces() {
+            return Some(Order::Copy { pieces });
         }
         if self.parts.settings.total_steps.is_some_and(|total| step >= total) {
             if self.parts.control.is_none() {
@@ -123,92 +116,98 @@ impl Engine {
         Some(Order::Step { step, lineage: world.lineage, world, is_first })
     }
 
-    /// A follower without a state asks one member after the other for a copy.
+    /// A follower without a state copies it from the members.
     pub(super) fn fetch_state(&mut self) {
-        let Some(world) = self.cycle.world().cloned() else { return };
-        let is_needed = world.has_follower(self.parts.me)
-            && self.cycle.applied().is_none()
+        let Some(at) = self.cycle.boundaries() else { return };
+        let is_wanted = at.world.has_follower(self.parts.me)
+            && at.applied.is_none()
             && self.restore.is_none()
             && self.fetched.is_none();
-        if !is_needed {
-            return;
-        }
-        let target = self.parts.settings.recovery_target;
-        let patience = target * 10;
-        let attempts = match &self.fetch {
-            Some(fetch)
-                if world.has_member(fetch.source) && clock::now().since(fetch.asked) < patience =>
-            {
-                // The request may have met a link that was not up yet. Asked twice is copied once.
-                if fetch.offer.is_none() && clock::now().since(fetch.repeated) >= target {
-                    self.repeat_request();
+        self.copy.handle_turn(clock::now(), at, is_wanted);
+        self.drain_copy();
+    }
+
+    /// Does what the copying machine says.
+    fn drain_copy(&mut self) {
+        while let Some(action) = self.copy.poll_action() {
+            match action {
+                CopyAction::Send(envelope) => {
+                    if let PeerFrame::StateRequest { boundary, pieces, .. } = &envelope.frame {
+                        let (source, pieces) = (envelope.node, pieces.len());
+                        tracing::debug!(%source, %boundary, pieces, "asking for a share of the state");
+                    }
+                    self.send(envelope);
                 }
-                return;
+                CopyAction::Discard => {
+                    self.copied.clear();
+                    self.copied_extra = None;
+                }
+                CopyAction::Complete { lineage, applied, digest } => {
+                    let pieces = std::mem::take(&mut self.copied).into_iter().collect();
+                    let extra = self.copied_extra.take().unwrap_or_default();
+                    self.parts.trace.event("copied", json!({"step": applied}));
+                    self.fetched = Some(Order::Load { lineage, applied, digest, extra, pieces });
+                }
+                CopyAction::Dropped { node, reason } => {
+                    tracing::warn!(source = %node, reason, "nothing of the state is copied from this member any more");
+                    self.parts
+                        .trace
+                        .event("source_dropped", json!({"source": node, "reason": reason}));
+                }
             }
-            Some(fetch) => fetch.attempts + 1,
-            None => 0,
-        };
-        // Each follower starts at another member, so that several joiners do not load one source.
-        let members: Vec<NodeId> = world.nodes().collect();
-        let place = (self.parts.me.0 as usize + attempts as usize) % members.len();
-        let source = members[place];
-        tracing::info!(%source, "asking for the state");
-        self.fetch = Some(Fetch {
-            source,
-            asked: clock::now(),
-            repeated: clock::now(),
-            offer: None,
-            pieces: Offered::new(),
-            attempts,
-        });
-        self.send(Envelope {
-            node: source,
-            frame: PeerFrame::StateRequest { lineage: world.lineage },
-        });
+        }
     }
 
-    /// A link is up: if it is the one to the source of the state, the request goes out again.
+    /// A link is up: what was asked over it is asked again.
     pub(super) fn handle_source_up(&mut self, node: NodeId) {
-        if self.fetch.as_ref().is_some_and(|f| f.source == node && f.offer.is_none()) {
-            self.repeat_request();
-        }
+        self.copy.handle_link_up(node);
+        self.drain_copy();
     }
 
-    fn repeat_request(&mut self) {
-        let Some((fetch, lineage)) = self.fetch.as_mut().zip(self.cycle.lineage()) else { return };
-        fetch.repeated = clock::now();
-        let node = fetch.source;
-        self.send(Envelope { node, frame: PeerFrame::StateRequest { lineage } });
+    pub(super) fn handle_state_request(
+        &mut self,
+        from: NodeId,
+        what: (Lineage, Step),
+        pieces: Vec<u32>,
+    ) {
+        let Some(at) = self.cycle.boundaries() else { return };
+        self.copy.handle_request(from, what, pieces.into_iter().collect(), at);
+        self.drain_copy();
     }
 
-    pub(super) fn handle_state_request(&mut self, from: NodeId, lineage: Lineage) {
-        let is_follower =
-            self.cycle.world().is_some_and(|w| w.has_follower(from) && w.lineage == lineage);
-        if is_follower && self.cycle.is_member() {
-            self.followers_waiting.insert(from);
-        }
+    /// The pieces that followers wait for at this boundary.
+    fn due_pieces(&mut self) -> Option<BTreeSet<u32>> {
+        let at = self.cycle.boundaries()?;
+        let applied = at.applied?;
+        self.copy.handle_boundary(at);
+        let is_entered = self.cycle.entered().is_some();
+        let due = self.copy.due(applied).filter(|_| is_entered);
+        self.drain_copy();
+        due
     }
 
-    /// Sends the copied state to the followers that wait for it.
+    /// Sends the copied pieces to the followers that wait for them.
     pub(super) fn send_state(
         &mut self,
-        digest: Digest,
+        digest: StateDigest,
         extra: &serde_json::Value,
-        pieces: &[Bytes],
+        pieces: &BTreeMap<u32, Bytes>,
     ) {
-        let waiting = std::mem::take(&mut self.followers_waiting);
         let known = self.parts.peers.as_ref().zip(self.cycle.lineage()).zip(self.cycle.applied());
         let Some(((peers, lineage), applied)) = known else { return };
-        let extra = Bytes::from(extra.to_string());
-        for node in waiting {
-            let count = u32::try_from(pieces.len()).unwrap_or(u32::MAX);
-            let offer = PeerFrame::StateOffer { lineage, applied, state: digest, pieces: count };
-            peers.send(node, Lane::Bulk, Frame { head: encode(&offer), body: extra.clone() });
-            for (number, piece) in (0..).zip(pieces) {
-                let head = encode(&PeerFrame::StatePiece { applied, piece: number });
-                peers.send(node, Lane::Bulk, Frame { head, body: piece.clone() });
+        let StateDigest { whole: state, pieces: digests } = digest;
+        let body = Bytes::from(encode(&Outline { extra: extra.to_string(), pieces: digests }));
+        for (node, wanted) in self.copy.take_due(applied) {
+            let head = encode(&PeerFrame::StateOffer { lineage, applied, state });
+            peers.send(node, Lane::Bulk, Frame { head, body: body.clone() });
+            let mut bytes = 0;
+            for (piece, body) in wanted.iter().filter_map(|piece| pieces.get_key_value(piece)) {
+                let head = encode(&PeerFrame::StatePiece { lineage, applied, piece: *piece });
+                bytes += body.len();
+                peers.send(node, Lane::Bulk, Frame { head, body: body.clone() });
             }
-            self.parts.trace.event("state_sent", json!({"to": node, "step": applied}));
+            let sent = json!({"to": node, "step": applied, "bytes": bytes});
+            self.parts.trace.event("state_sent", sent);
         }
     }
 
@@ -216,52 +215,61 @@ impl Engine {
         &mut self,
         from: NodeId,
         (lineage, applied, digest): (Lineage, Step, Digest),
-        pieces: u32,
-        extra: &[u8],
+        body: &[u8],
     ) {
-        let expected = self.parts.layout.segments().len();
-        let Some(fetch) = self.fetch.as_mut().filter(|f| f.source == from) else { return };
-        let Ok(extra) = serde_json::from_slice(extra) else { return };
-        if pieces as usize != expected || self.cycle.lineage() != Some(lineage) {
-            return;
+        let outline: Option<Outline> = decode(body).ok();
+        let whole = outline.and_then(|outline| {
+            let extra: serde_json::Value = serde_json::from_str(&outline.extra).ok()?;
+            let combined = self.parts.pieces.combine(&extra, &outline.pieces).ok()?;
+            let is_whole = outline.pieces.len() as u64 == u64::from(self.parts.pieces.count());
+            (is_whole && combined == digest).then_some((extra, outline.pieces))
+        });
+        match whole {
+            Some((extra, pieces)) => {
+                self.copied_extra.get_or_insert(extra);
+                self.copy.handle_offer(clock::now(), from, (lineage, applied, digest), pieces);
+            }
+            None => self.copy.handle_nonsense(from, lineage, applied),
         }
-        fetch.asked = clock::now();
-        fetch.pieces.clear();
-        fetch.offer = Some(Offer { lineage, applied, digest, pieces, extra });
+        self.drain_copy();
     }
 
     pub(super) fn handle_state_piece(
         &mut self,
         from: NodeId,
-        applied: Step,
-        piece: u32,
+        what: (Lineage, Step, u32),
         body: Bytes,
     ) {
-        let Some(fetch) = self.fetch.as_mut().filter(|f| f.source == from) else { return };
-        let Some(offer) = fetch.offer.as_ref().filter(|o| o.applied == applied && piece < o.pieces)
-        else {
-            return;
-        };
-        fetch.asked = clock::now();
-        fetch.pieces.insert(piece, body);
-        if fetch.pieces.len() < offer.pieces as usize {
-            return;
+        let digest = Digest::of(&body);
+        if self.copy.handle_piece(clock::now(), from, what, digest) == Verdict::Keep {
+            self.copied.insert(what.2, body);
         }
-        let pieces = std::mem::take(&mut fetch.pieces).into_values().collect();
-        if let Some(offer) = fetch.offer.take() {
-            let Offer { lineage, applied, digest, extra, .. } = offer;
-            self.fetched = Some(Order::Load { lineage, applied, digest, extra, pieces });
-        }
+        self.drain_copy();
+    }
+
+    pub(super) fn handle_state_missed(
+        &mut self,
+        from: NodeId,
+        (lineage, boundary): (Lineage, Step),
+        applied: Step,
+    ) {
+        self.copy.handle_missed(from, lineage, boundary, applied);
+        self.drain_copy();
+        self.fetch_state();
     }
 
     pub(super) fn handle_load_failed(&mut self, reason: String, is_incompatible: bool) {
-        match self.fetch.as_mut() {
-            Some(fetch) => {
-                tracing::warn!(source = %fetch.source, %reason, "a copy of the state is refused");
-                fetch.asked = Timestamp::default();
-            }
-            None if is_incompatible => self.failure = Some(Error::Refused { code: 76, reason }),
-            None => self.failure = Some(Error::Restore { reason }),
+        let is_copy = self.cycle.world().is_some_and(|w| w.has_follower(self.parts.me));
+        self.copies_refused += u32::from(is_copy);
+        if is_copy && self.copies_refused < COPIES_MAX {
+            tracing::warn!(%reason, "a copy of the state is refused, another is made");
+        } else if is_incompatible {
+            self.failure = Some(Error::Refused { code: 76, reason });
+        } else {
+            self.failure = Some(Error::Restore { reason });
         }
     }
 }
+
+/// If so many copies that were whole can't be loaded, the program is at fault.
+const COPIES_MAX: u32 = 3;

@@ -4,8 +4,8 @@ use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 
 use types::{
-    Address, Digest, Follower, Generation, Lineage, Member, NodeId, Origin, Start, Step, TreeNode,
-    VirtualRanks, World,
+    Address, Digest, Follower, Generation, Lineage, Member, NodeId, Origin, Start, Step, Timestamp,
+    TreeNode, VirtualRanks, World,
 };
 
 use super::super::PeerFrame;
@@ -135,7 +135,7 @@ impl Rig {
     pub(super) fn run(&mut self, limit: u64) {
         self.limit = Step(limit);
         for _ in 0..2 {
-            self.nodes.values_mut().for_each(Node::handle_tick);
+            self.nodes.values_mut().for_each(|node| node.handle_tick(Timestamp(0)));
             self.deliver();
             while self.work_all() {}
         }

@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::rc::Rc;
 use std::sync::Arc;
 
-use types::{Digest, Lineage, NodeId, Start, Step, VirtualRanks, World};
+use types::{Digest, Lineage, NodeId, Start, Step, Timestamp, VirtualRanks, World};
 
 use super::super::PeerFrame;
 use super::coordinator::{Beat, Coordinator};
@@ -309,7 +309,9 @@ impl Simulation {
                 PeerFrame::Final(_) => Some(Trap::SendsFinal),
                 PeerFrame::Node(_) => Some(Trap::SendsNode),
                 PeerFrame::Report(_) => Some(Trap::SendsReport),
-                PeerFrame::StateOffer { .. } => Some(Trap::SendsState),
+                PeerFrame::StateOffer { .. } | PeerFrame::StatePiece { .. } => {
+                    Some(Trap::SendsState)
+                }
                 _ => None,
             };
             self.send(node, to, frame, body);
@@ -423,7 +425,8 @@ impl Simulation {
             // The leader tells again.
             self.at(1, Event::World { node, world });
         }
-        self.with(node, Node::handle_tick);
+        let now = Timestamp(self.now * 1_000_000);
+        self.with(node, |node| node.handle_tick(now));
     }
 
     fn evaluate(&mut self) {
