@@ -172,6 +172,12 @@ impl StateCopy {
         }
     }
 
+    /// A lineage began: what is under way is of the former one.
+    pub fn handle_restart(&mut self) {
+        self.abandon();
+        self.actions.retain(|action| !matches!(action, CopyAction::Complete { .. }));
+    }
+
     /// A source stands at the boundary and will send its share. `pieces` are the digests of all pieces of its state; the shell has checked
     /// that together they make `digest`.
     pub fn handle_offer(

@@ -445,6 +445,8 @@ impl Node {
                 Action::DropNodes { step } => self.nodes.retain(|(s, ..), _| *s > step),
                 Action::DropFinals { step } => self.finals.retain(|(s, _), _| *s > step),
                 Action::Restore { lineage, start } => {
+                    self.copy.handle_restart();
+                    self.copied.clear();
                     self.fetched = None;
                     self.restore = Some((lineage, start));
                 }

@@ -146,6 +146,8 @@ pub(crate) struct Engine {
     copied: BTreeMap<u32, Bytes>,
     copied_extra: Option<serde_json::Value>,
     copies_refused: u32,
+    /// The user's thread loads a state.
+    is_loading: bool,
     fetched: Option<Order>,
     intent: Option<Intent>,
     publish: Option<checkpoint::Publishing>,
@@ -180,6 +182,7 @@ impl Engine {
             copied: BTreeMap::new(),
             copied_extra: None,
             copies_refused: 0,
+            is_loading: false,
             fetched: None,
             intent: None,
             publish: None,
@@ -296,10 +299,11 @@ impl Engine {
         match call {
             UserInput::Loaded { lineage, applied, digest } => {
                 self.parts.trace.event("loaded", json!({"lineage": lineage, "step": applied}));
-                self.copies_refused = 0;
+                (self.is_loading, self.copies_refused) = (false, 0);
                 self.cycle.handle_state(lineage, applied, digest);
             }
             UserInput::LoadFailed { reason, is_incompatible } => {
+                self.is_loading = false;
                 self.handle_load_failed(reason, is_incompatible);
             }
             UserInput::Applied { boundary, digest } => {
@@ -405,6 +409,8 @@ impl Engine {
                         .event("restore", json!({"lineage": lineage, "step": start.step}));
                     self.buffers.clear();
                     self.intent = None;
+                    self.copy.handle_restart();
+                    self.copied.clear();
                     self.fetched = None;
                     self.restore = Some((lineage, start));
                 }

@@ -288,3 +288,24 @@ fn what_a_lost_link_swallowed_is_asked_again() {
     follower.handle_link_up(NodeId(1));
     assert_eq!(asked(&mut follower), [(1, 12, vec![1])]);
 }
+
+#[test]
+fn a_copy_of_a_former_lineage_is_never_complete() {
+    let known = Known::of(&[1]).with(1, 10);
+    let mut follower = copy(9, 2);
+    follower.handle_turn(at(0), known.view(), true);
+    asked(&mut follower);
+    offer(&mut follower, 1, 12, 2);
+    piece(&mut follower, 1, 12, 0);
+    let mut late = copy(9, 1);
+    late.handle_turn(at(0), known.view(), true);
+    asked(&mut late);
+    offer(&mut late, 1, 12, 1);
+    assert_eq!(piece(&mut late, 1, 12, 0), Verdict::Keep);
+    for mut follower in [follower, late] {
+        follower.handle_restart();
+        piece(&mut follower, 1, 12, 1);
+        let is_complete = |a: &CopyAction| matches!(a, CopyAction::Complete { .. });
+        assert!(!actions(&mut follower).iter().any(is_complete));
+    }
+}

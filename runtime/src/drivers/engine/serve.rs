@@ -36,6 +36,7 @@ impl Engine {
             && let Some(order) = self.next_order()
         {
             self.is_user_waiting = false;
+            self.is_loading = matches!(order, Order::Restore { .. } | Order::Load { .. });
             self.idle_since = clock::now();
             let _ = self.parts.orders.send(order);
         }
@@ -122,7 +123,8 @@ impl Engine {
         let is_wanted = at.world.has_follower(self.parts.me)
             && at.applied.is_none()
             && self.restore.is_none()
-            && self.fetched.is_none();
+            && self.fetched.is_none()
+            && !self.is_loading;
         self.copy.handle_turn(clock::now(), at, is_wanted);
         self.drain_copy();
     }
