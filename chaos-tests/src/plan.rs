@@ -48,6 +48,11 @@ pub enum Fault {
         /// For how long.
         ms: u64,
     },
+    /// The coordinators' disks are slow.
+    SlowDisks {
+        /// For how long.
+        ms: u64,
+    },
     /// The store fails.
     StoreFails {
         /// For how long.
@@ -139,7 +144,8 @@ impl Plan {
             72..82 => Fault::KillCoordinator { down_ms: rng.within(50, 3000) },
             82..87 => Fault::CutCoordinators { ms: rng.within(50, 2500) },
             87..92 => Fault::BreakLink { ms: rng.within(5, 800) },
-            92..96 => Fault::CutControl { ms: rng.within(50, 3000) },
+            92..95 => Fault::CutControl { ms: rng.within(50, 3000) },
+            95..98 => Fault::SlowDisks { ms: rng.within(300, 4000) },
             _ => Fault::StoreFails { ms: rng.within(50, 3000) },
         }
     }

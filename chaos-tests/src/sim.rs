@@ -82,6 +82,7 @@ pub struct Sim {
     enrolling: BTreeSet<u64>,
     store: Store,
     store_fails_until: Timestamp,
+    disks_slow_until: Timestamp,
     network: Rng,
     program: Rng,
     chance: Rng,
@@ -235,6 +236,7 @@ impl Sim {
             arrivals: BTreeMap::new(),
             enrolling: BTreeSet::new(),
             store: Store::new(),
+            disks_slow_until: Timestamp::default(),
             store_fails_until: now,
             network: Rng::stream(seed, "network"),
             program: Rng::stream(seed, "program"),
@@ -571,6 +573,7 @@ impl Sim {
                     }
                 }
             }
+            Fault::SlowDisks { ms: time } => self.disks_slow_until = self.now + ms(time),
             Fault::StoreFails { ms: time } => self.store_fails_until = self.now + ms(time),
         }
     }
@@ -972,7 +975,11 @@ impl Sim {
             match action {
                 Action::Persist { number, write, sync } => {
                     seat.unsynced.push_back(Written { number, write, is_synced: sync });
-                    let after = Duration::from_micros(self.network.within(200, 6000));
+                    let mut after = Duration::from_micros(self.network.within(200, 6000));
+                    if self.now < self.disks_slow_until {
+                        // Longer than any election.
+                        after += ms(self.disks.within(50, 1500));
+                    }
                     self.push(after, Happening::Persisted { seat: id, incarnation, number });
                 }
                 Action::SendRaft { to, bytes } => {

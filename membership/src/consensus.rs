@@ -43,6 +43,9 @@ pub struct Consensus {
     queued_bytes: usize,
     /// Ticks that came while a write was outstanding; taken after the queue, so that a slow disk is no silent leader.
     late_ticks: u32,
+    /// Ticks since a write is outstanding.
+    waited_ticks: usize,
+    heartbeat_ticks: usize,
     /// Peers that an image was just sent to.
     images_sent: Vec<u64>,
     role: Role,
@@ -190,6 +193,8 @@ impl Consensus {
             queue: VecDeque::new(),
             queued_bytes: 0,
             late_ticks: 0,
+            waited_ticks: 0,
+            heartbeat_ticks: config.heartbeat_ticks,
             images_sent: Vec::new(),
             role: Role::default(),
             applied,
@@ -214,6 +219,7 @@ impl Consensus {
 
     /// Time passes by one tick. After a stall of the process call it a few times at most, not once for each tick missed.
     pub fn tick(&mut self) {
+        self.keep_alive();
         self.late_ticks = LATE_TICKS_MAX.min(self.late_ticks + 1);
         self.pump();
     }
@@ -227,6 +233,7 @@ impl Consensus {
         let refuse = |reason| ConsensusError::Message { from, reason };
         let message = RaftMessage::decode(bytes).map_err(refuse)?;
         self.check_sender(from, &message).map_err(refuse)?;
+        self.answer_alive(&message);
         self.enqueue(Input::Message(message));
         Ok(())
     }
@@ -384,6 +391,44 @@ impl Consensus {
         self.queued_bytes += bytes;
         self.queue.push_back(input);
         self.pump();
+    }
+
+    /// A slow disk must not look like a dead leader: while a write is outstanding the core stands still, so the leader's heartbeats
+    /// leave from here. They promise nothing about the log, and their term is durable, or they do not leave.
+    fn keep_alive(&mut self) {
+        if self.outstanding.is_none() {
+            self.waited_ticks = 0;
+            return;
+        }
+        self.waited_ticks += 1;
+        let is_due = self.waited_ticks.is_multiple_of(self.heartbeat_ticks);
+        if is_due && self.is_leader() && self.is_term_durable() {
+            let id = self.node.raft.id;
+            for to in self.voters.clone().into_iter().filter(|voter| *voter != id) {
+                self.send_alive(Kind::Heartbeat, to);
+            }
+        }
+    }
+
+    /// The same for a follower: it is alive, whatever its disk does.
+    fn answer_alive(&mut self, message: &RaftMessage) {
+        let is_heartbeat = message.kind == Kind::Heartbeat
+            && message.term == self.node.raft.term
+            && self.leader() == Some(message.from);
+        if self.outstanding.is_some() && is_heartbeat && self.is_term_durable() {
+            self.send_alive(Kind::HeartbeatResponse, message.from);
+        }
+    }
+
+    fn send_alive(&mut self, kind: Kind, to: u64) {
+        let (from, term) = (self.node.raft.id, self.node.raft.term);
+        let bytes = RaftMessage::bare(kind, from, to, term).encode();
+        self.outputs.push_back(Output::Send { to, bytes });
+    }
+
+    /// Whether the present term is on the disk: the log in memory has what was confirmed.
+    fn is_term_durable(&self) -> bool {
+        self.node.store().hard_state().term.0 == self.node.raft.term
     }
 
     /// Works until a write is outstanding or nothing is left to do.

@@ -4,4 +4,5 @@ pub(crate) mod buffers;
 pub(crate) mod control;
 pub(crate) mod coordinator;
 pub(crate) mod engine;
+mod log_writer;
 pub(crate) mod peers;

@@ -433,6 +433,33 @@ fn leaders_crash_and_nothing_committed_is_lost() {
 }
 
 #[test]
+fn slow_disks_depose_no_leader() {
+    for seed in 0..50 {
+        let mut cluster = Cluster::new(3, seed);
+        let leader = cluster.elect();
+        let term = cluster.nodes[&leader].machine.as_ref().unwrap().term();
+        for round in 0..600 {
+            for id in 1..=3 {
+                cluster.with(id, Consensus::tick);
+                // A write takes longer than an election would, on each disk at another time.
+                if cluster.chance.below(60) == 0 {
+                    cluster.confirm(id);
+                }
+            }
+            while !cluster.wire.is_empty() {
+                cluster.deliver(0, false);
+            }
+            if round % 20 == 0 {
+                cluster.propose(leader);
+            }
+        }
+        let machine = cluster.nodes[&leader].machine.as_ref().unwrap();
+        assert!(machine.is_leader() && machine.term() == term, "seed {seed}: another leader");
+        cluster.heal();
+    }
+}
+
+#[test]
 fn nothing_that_depends_on_a_write_is_offered_before_it_is_confirmed() {
     let config =
         ConsensusConfig { id: 1, voters: vec![1], election_ticks: 12, heartbeat_ticks: 3, seed: 1 };

@@ -69,6 +69,25 @@ struct ImageHead {
 }
 
 impl RaftMessage {
+    /// A message with nothing in it but who, to whom and in which term.
+    pub(super) fn bare(kind: Kind, from: u64, to: u64, term: u64) -> Self {
+        Self {
+            kind,
+            to,
+            from,
+            term,
+            log_term: 0,
+            index: 0,
+            commit: 0,
+            commit_term: 0,
+            reject: false,
+            reject_hint: 0,
+            context: Bytes::new(),
+            entries: Vec::new(),
+            image: None,
+        }
+    }
+
     pub(super) fn encode(&self) -> Bytes {
         let image = self.image.as_ref();
         let head = Head {

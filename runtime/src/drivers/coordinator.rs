@@ -19,6 +19,7 @@ use tokio::sync::{mpsc, watch};
 use transport::{CertificateAuthority, Connection, Endpoint, Expect, Frame, Lane, Role, Subject};
 use types::{Digest, NodeId, Timestamp, decode, encode};
 
+use super::log_writer::{LogWriter, Written};
 use crate::clock;
 use crate::credentials::{EnrolAnswer, EnrolRequest};
 use crate::durable_log::DurableLog;
@@ -65,6 +66,7 @@ enum Input {
     Message { key: ConnectionKey, message: ToCoordinator },
     Disconnected { key: ConnectionKey },
     Enrol { request: EnrolRequest, reply: tokio::sync::oneshot::Sender<EnrolAnswer> },
+    Written(Written),
     Stop,
 }
 
@@ -134,6 +136,9 @@ impl CoordinatorHandle {
         };
         let machine = machine_config(&config)?;
         let authority = config.authority;
+        let written = inputs.clone();
+        let log = LogWriter::start(log, move |write| drop(written.send(Input::Written(write))))
+            .map_err(|e| Error::Transport { context, reason: e.to_string() })?;
         let thread = std::thread::Builder::new()
             .name("ripstop-raft".to_owned())
             .spawn(move || {
@@ -151,6 +156,7 @@ impl CoordinatorHandle {
                     trace,
                     was_leader: false,
                     status_at: Timestamp::default(),
+                    slow_disk_at: Timestamp::default(),
                 };
                 driver.run(&received)
             })
@@ -207,7 +213,7 @@ fn machine_config(config: &CoordinatorConfig) -> Result<membership::Config, Erro
 
 struct Driver {
     machine: Coordinator,
-    log: DurableLog,
+    log: LogWriter,
     authority: CertificateAuthority,
     links: BTreeMap<u64, mpsc::Sender<Frame>>,
     connections: BTreeMap<ConnectionKey, Open>,
@@ -219,6 +225,8 @@ struct Driver {
     was_leader: bool,
     /// When the members are counted next: that walks all of them.
     status_at: Timestamp,
+    /// When a slow disk is told of next.
+    slow_disk_at: Timestamp,
 }
 
 struct Open {
@@ -230,19 +238,19 @@ struct Open {
 impl Driver {
     fn run(mut self, inputs: &Receiver<Input>) -> Result<(), Error> {
         loop {
-            self.drain()?;
+            self.drain();
             let now = clock::now();
             let wait =
                 self.machine.poll_timeout().map_or(Duration::from_secs(1), |at| at.since(now));
             match inputs.recv_timeout(wait) {
                 Ok(Input::Stop) | Err(RecvTimeoutError::Disconnected) => return Ok(()),
-                Ok(input) => self.handle(input),
+                Ok(input) => self.handle(input)?,
                 Err(RecvTimeoutError::Timeout) => {}
             }
             for _ in 0..INPUTS_PER_TURN {
                 match inputs.try_recv() {
                     Ok(Input::Stop) => return Ok(()),
-                    Ok(input) => self.handle(input),
+                    Ok(input) => self.handle(input)?,
                     Err(_) => break,
                 }
             }
@@ -253,7 +261,7 @@ impl Driver {
         }
     }
 
-    fn handle(&mut self, input: Input) {
+    fn handle(&mut self, input: Input) -> Result<(), Error> {
         let now = clock::now();
         match input {
             Input::Raft { from, bytes } => self.machine.handle_raft(now, from, &bytes),
@@ -272,8 +280,22 @@ impl Driver {
                 }
             }
             Input::Enrol { request, reply } => self.enrol(request, reply),
+            Input::Written(Written { number, sync, took, result }) => {
+                result.map_err(|e| {
+                    tracing::error!(error = %e, "the log can't be written: this coordinator stops");
+                    Error::Settings(format!("the log can't be written: {e}"))
+                })?;
+                let kind = if sync { "synced" } else { "buffered" };
+                self.metrics.fsync_seconds.with_label_values(&[kind]).observe(took.as_secs_f64());
+                if took > SLOW_WRITE && now >= self.slow_disk_at {
+                    self.slow_disk_at = now + SLOW_WRITE_EVERY;
+                    tracing::warn!(?took, "the disk is slow: changes of members wait for it");
+                }
+                self.machine.handle_persisted(now, number);
+            }
             Input::Stop => {}
         }
+        Ok(())
     }
 
     fn enrol(&mut self, request: EnrolRequest, reply: tokio::sync::oneshot::Sender<EnrolAnswer>) {
@@ -299,21 +321,11 @@ impl Driver {
         self.machine.handle_enroll(clock::now(), clock::unix_ms(), request);
     }
 
-    fn drain(&mut self) -> Result<(), Error> {
+    fn drain(&mut self) {
         for _ in 0..ACTIONS_PER_TURN {
             let Some(action) = self.machine.poll_action() else { break };
             match action {
-                Action::Persist { number, write, sync } => {
-                    let began = clock::now();
-                    self.log.append(&write, sync).map_err(|e| {
-                        tracing::error!(error = %e, "the log can't be written: this coordinator stops");
-                        Error::Settings(format!("the log can't be written: {e}"))
-                    })?;
-                    let kind = if sync { "synced" } else { "buffered" };
-                    let took = clock::now().since(began).as_secs_f64();
-                    self.metrics.fsync_seconds.with_label_values(&[kind]).observe(took);
-                    self.machine.handle_persisted(clock::now(), number);
-                }
+                Action::Persist { number, write, sync } => self.log.write(number, write, sync),
                 Action::SendRaft { to, bytes } => {
                     if let Some(link) = self.links.get(&to) {
                         // A full queue drops: raft sends again.
@@ -348,7 +360,6 @@ impl Driver {
             }
         }
         self.follow();
-        Ok(())
     }
 
     fn send(&mut self, to: ConnectionKey, message: FromCoordinator) {
@@ -573,6 +584,9 @@ fn role_from_machine(role: membership::Role) -> Role {
 /// Whatever the machine wants, inputs are heard in between.
 const ACTIONS_PER_TURN: usize = 4096;
 const STATUS_EVERY: Duration = Duration::from_millis(500);
+/// A write that takes longer is worth a word, now and then.
+const SLOW_WRITE: Duration = Duration::from_secs(1);
+const SLOW_WRITE_EVERY: Duration = Duration::from_secs(30);
 const INPUTS_PER_TURN: usize = 256;
 const RAFT_QUEUE_FRAMES: usize = 1024;
 const CONTROL_QUEUE_MESSAGES: usize = 4096;
