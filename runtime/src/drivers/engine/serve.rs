@@ -198,7 +198,7 @@ impl Engine {
         let known = self.parts.peers.as_ref().zip(self.cycle.lineage()).zip(self.cycle.applied());
         let Some(((peers, lineage), applied)) = known else { return };
         let StateDigest { whole: state, pieces: digests } = digest;
-        let body = Bytes::from(encode(&Outline { extra: extra.to_string(), pieces: digests }));
+        let body = encode(&Outline { extra: extra.to_string(), pieces: digests });
         for (node, wanted) in self.copy.take_due(applied) {
             let head = encode(&PeerFrame::StateOffer { lineage, applied, state });
             peers.send(node, Lane::Bulk, Frame { head, body: body.clone() });
