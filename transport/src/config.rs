@@ -11,6 +11,7 @@ pub struct Config {
     connection_window_bytes: u32,
     send_window_bytes: u32,
     accepts_enrolment: bool,
+    shares_memory: bool,
 }
 
 impl Config {
@@ -47,6 +48,10 @@ impl Config {
         self.send_window_bytes
     }
 
+    pub(crate) fn shares_memory(&self) -> bool {
+        self.shares_memory
+    }
+
     pub(crate) fn accepts_enrolment(&self) -> bool {
         self.accepts_enrolment
     }
@@ -61,6 +66,7 @@ impl Default for Config {
             connection_window_bytes: 32 << 20,
             send_window_bytes: 16 << 20,
             accepts_enrolment: false,
+            shares_memory: false,
         }
     }
 }
@@ -104,6 +110,13 @@ impl ConfigBuilder {
     /// Also takes clients without a certificate, which want one. For coordinators.
     pub fn accept_enrolment(mut self) -> Self {
         self.config.accepts_enrolment = true;
+        self
+    }
+
+    /// Bodies of frames that lie in the endpoint's [`Arena`](crate::Arena) are read by peers on this host where they lie, instead of
+    /// being sent, if both sides say so. By default they are sent.
+    pub fn share_memory(mut self) -> Self {
+        self.config.shares_memory = true;
         self
     }
 
@@ -158,7 +171,7 @@ pub struct ConfigError {
 const MIN_KEEP_ALIVE: Duration = Duration::from_millis(50);
 const MIN_RECOVERY_TARGET: Duration = Duration::from_millis(50);
 const MAX_RECOVERY_TARGET: Duration = Duration::from_secs(600);
-/// QUIC needs 1,200; above 16,000 nothing is gained, four segments fill a UDP packet already.
+/// QUIC needs 1,200.
 const MIN_MTU: u16 = 1200;
 const MAX_MTU: u16 = 16_000;
 const MIN_WINDOW_BYTES: u32 = 64 << 10;

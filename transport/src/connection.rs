@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use types::{Digest, Remedy};
 
-use crate::frame::FrameError;
+use crate::frame::{FrameError, PREFIX_BYTES};
 use crate::memory::MemoryConnection;
 use crate::quic::QuicConnection;
 use crate::{Frame, Lane, Subject};
@@ -82,6 +82,37 @@ impl Connection {
         match &self.0 {
             Carrier::Quic(quic) => quic.recv().await,
             Carrier::Memory(memory) => memory.recv().await,
+        }
+    }
+
+    /// Takes frames of one lane and throws them away unread, until `bytes` bytes of bodies in `frames` frames without heads have come: for
+    /// measuring what the carrier alone can do. The lane must be between two frames.
+    ///
+    /// # Errors
+    /// When the connection has ended before.
+    pub async fn discard(
+        &self,
+        lane: Lane,
+        bytes: u64,
+        frames: u64,
+    ) -> Result<(), ConnectionError> {
+        match &self.0 {
+            Carrier::Quic(quic) => quic.discard(lane, bytes + frames * PREFIX_BYTES as u64).await,
+            Carrier::Memory(memory) => {
+                for _ in 0..frames {
+                    memory.recv().await?;
+                }
+                Ok(())
+            }
+        }
+    }
+
+    /// Whether the peer reads this process's [`Arena`](crate::Arena) instead of being sent what lies there.
+    #[must_use]
+    pub fn shares_memory(&self) -> bool {
+        match &self.0 {
+            Carrier::Quic(quic) => quic.shares_memory(),
+            Carrier::Memory(_) => false,
         }
     }
 

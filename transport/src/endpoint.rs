@@ -9,7 +9,7 @@ use types::{Digest, NodeId, Remedy};
 
 use crate::memory::MemoryEndpoint;
 use crate::quic::QuicEndpoint;
-use crate::{Config, Connection, Identity, Role, Subject};
+use crate::{Arena, Config, Connection, Identity, Role, Subject};
 
 /// Takes and makes connections under one identity. Cheap to clone. When the last clone is dropped no more connections are taken;
 /// those that exist go on.
@@ -109,6 +109,24 @@ impl Endpoint {
         match &self.0 {
             Carrier::Quic(quic) => quic.accept().await,
             Carrier::Memory(memory) => memory.accept().await,
+        }
+    }
+
+    /// Memory for the bodies of frames: recycled, and if the [`Config`] says so read by peers on this host without a copy.
+    #[must_use]
+    pub fn arena(&self) -> &Arena {
+        match &self.0 {
+            Carrier::Quic(quic) => quic.arena(),
+            Carrier::Memory(memory) => memory.arena(),
+        }
+    }
+
+    /// Payload of all UDP packets that were sent through it, handshakes and repetitions too.
+    #[must_use]
+    pub fn sent_wire_bytes(&self) -> u64 {
+        match &self.0 {
+            Carrier::Quic(quic) => quic.sent_wire_bytes(),
+            Carrier::Memory(_) => 0,
         }
     }
 

@@ -1,9 +1,13 @@
 //! Frames and how they stand on a lane: `u32` length of the head, `u32` length of the body (little endian), head, body.
 //!
+//! A length of the body with the highest bit set says that the body lies in memory which the peer shares: what stands in its place is where.
+//!
 //! [`Assembly`] puts a frame together from the bytes of a stream. It checks the lengths before it allocates, allocates only as bytes
 //! arrive, and keeps what it has when a reader is dropped in the middle.
 
 use bytes::{Buf, BufMut as _, Bytes, BytesMut};
+
+use crate::shared_memory::Location;
 
 /// One message: a small head that says what it is, and the bulk bytes, if any.
 #[derive(Clone, PartialEq, Eq, Default)]
@@ -25,6 +29,15 @@ impl Frame {
     #[must_use]
     pub fn wire_bytes(&self) -> usize {
         PREFIX_BYTES + self.head.len() + self.body.len()
+    }
+
+    /// The bytes before the head of a frame whose body is a [`Location`].
+    pub(crate) fn prefix_elsewhere(&self) -> Result<Bytes, FrameError> {
+        Lengths { head: self.head.len() as u64, body: self.body.len() as u64 }.check()?;
+        let mut prefix = BytesMut::with_capacity(PREFIX_BYTES);
+        prefix.put_u32_le(self.head.len() as u32);
+        prefix.put_u32_le(ELSEWHERE | Location::BYTES as u32);
+        Ok(prefix.freeze())
     }
 
     /// The bytes before the head.
@@ -66,6 +79,7 @@ impl Lane {
 pub(crate) struct Assembly {
     prefix: BytesMut,
     lengths: Option<Lengths>,
+    is_elsewhere: bool,
     head: BytesMut,
     body: BytesMut,
 }
@@ -81,10 +95,10 @@ impl Assembly {
                 return Ok(Next::Read { into: &mut self.prefix, limit });
             }
             None => {
-                let lengths = Lengths {
-                    head: self.prefix.get_u32_le().into(),
-                    body: self.prefix.get_u32_le().into(),
-                };
+                let (head, body) = (self.prefix.get_u32_le(), self.prefix.get_u32_le());
+                self.is_elsewhere = body == ELSEWHERE | Location::BYTES as u32;
+                let body = if self.is_elsewhere { body & !ELSEWHERE } else { body };
+                let lengths = Lengths { head: head.into(), body: body.into() };
                 lengths.check()?;
                 *self.lengths.insert(lengths)
             }
@@ -97,6 +111,13 @@ impl Assembly {
             return Ok(part(&mut self.body, body));
         }
         let done = std::mem::take(self);
+        if done.is_elsewhere
+            && let Some(location) = Location::decode(&done.body)
+        {
+            let claimed = Lengths { head: 0, body: location.len };
+            claimed.check()?;
+            return Ok(Next::Elsewhere { head: done.head.freeze(), location });
+        }
         Ok(Next::Done(Frame { head: done.head.freeze(), body: done.body.freeze() }))
     }
 
@@ -113,6 +134,8 @@ pub(crate) enum Next<'a> {
     Read { into: &'a mut BytesMut, limit: usize },
     /// Nothing: here is the frame.
     Done(Frame),
+    /// Nothing: the body lies in the peer's memory.
+    Elsewhere { head: Bytes, location: Location },
 }
 
 /// A frame over the limits.
@@ -159,6 +182,9 @@ pub const MAX_BODY_BYTES: usize = 64 << 20;
 
 pub(crate) const PREFIX_BYTES: usize = 8;
 
+/// In the length of a body: it lies in the sender's memory. No body is so long.
+const ELSEWHERE: u32 = 1 << 31;
+
 /// Reserved for a part before its bytes arrive: one default chunk, so that the usual body is never moved.
 const FIRST_BYTES: usize = 1 << 20;
 
@@ -174,6 +200,7 @@ mod tests {
         loop {
             match assembly.next()? {
                 Next::Done(frame) => frames.push(frame),
+                Next::Elsewhere { .. } => {}
                 Next::Read { .. } if bytes.is_empty() => break,
                 Next::Read { into, limit } => {
                     assert!(limit > 0);

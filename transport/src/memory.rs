@@ -11,6 +11,7 @@ use std::time::Duration;
 use tokio::sync::{Mutex as AsyncMutex, mpsc, watch};
 use types::Digest;
 
+use crate::Arena;
 use crate::identity::fingerprint;
 use crate::queue::{Item, QueueReceiver, QueueSender, queue};
 use crate::{
@@ -99,6 +100,7 @@ impl MemoryNetwork {
             subject,
             address,
             accepted: AsyncMutex::new(accepted),
+            arena: Arena::private(),
         }
         .into()
     }
@@ -122,9 +124,14 @@ pub(crate) struct MemoryEndpoint {
     subject: Option<Subject>,
     address: SocketAddr,
     accepted: AsyncMutex<mpsc::Receiver<Connection>>,
+    arena: Arena,
 }
 
 impl MemoryEndpoint {
+    pub(crate) fn arena(&self) -> &Arena {
+        &self.arena
+    }
+
     pub(crate) fn local_addr(&self) -> SocketAddr {
         self.address
     }

@@ -10,11 +10,11 @@ mod socket;
 mod tests;
 
 use std::net::{IpAddr, SocketAddr};
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
-use bytes::BufMut as _;
+use bytes::{BufMut as _, Bytes};
 use quinn::AsyncUdpSocket as _;
 use quinn::crypto::rustls::{HandshakeData, QuicClientConfig, QuicServerConfig};
 use quinn::{
@@ -34,10 +34,11 @@ use self::socket::{Socket, open_socket};
 use crate::frame::{Assembly, Next};
 use crate::identity::fingerprint;
 use crate::queue::{Item, QueueReceiver, QueueSender, queue};
+use crate::shared_memory::{Offer, PeerMemory};
 use crate::tls::{self, Enrolment};
 use crate::{
-    Config, ConnectError, Connection, ConnectionError, ConnectionId, EndpointError, Expect, Frame,
-    Identity,
+    Arena, Config, ConnectError, Connection, ConnectionError, ConnectionId, EndpointError, Expect,
+    Frame, Identity,
 };
 use crate::{Lane, Role, Subject};
 
@@ -52,6 +53,8 @@ pub(crate) struct QuicEndpoint {
     acceptor: Option<JoinHandle<()>>,
     /// Set before all connections are closed at once.
     closing: Arc<AtomicBool>,
+    arena: Arena,
+    sent_bytes: Arc<AtomicU64>,
 }
 
 impl QuicEndpoint {
@@ -77,13 +80,12 @@ impl QuicEndpoint {
         let client = tls::client(&identity).map_err(refuse)?;
         let mut endpoint = Self::open(address, client, Some(server), config, closing)?;
         let (sender, receiver) = mpsc::channel(MAX_UNACCEPTED);
-        let own = identity.subject().clone();
-        endpoint.acceptor = Some(tokio::spawn(accept_all(
-            endpoint.quic.clone(),
-            own,
-            config.idle_timeout(),
-            sender,
-        )));
+        let host = Host {
+            own: identity.subject().clone(),
+            idle: config.idle_timeout(),
+            arena: endpoint.arena.clone(),
+        };
+        endpoint.acceptor = Some(tokio::spawn(accept_all(endpoint.quic.clone(), host, sender)));
         endpoint.accepted = Mutex::new(receiver);
         endpoint.identity = Some(identity);
         Ok(endpoint)
@@ -134,6 +136,14 @@ impl QuicEndpoint {
         self.accepted.lock().await.recv().await
     }
 
+    pub(crate) fn arena(&self) -> &Arena {
+        &self.arena
+    }
+
+    pub(crate) fn sent_wire_bytes(&self) -> u64 {
+        self.sent_bytes.load(Ordering::Relaxed)
+    }
+
     pub(crate) fn close(&self, code: u32, reason: &str) {
         self.closing.store(true, Ordering::Relaxed);
         self.quic.close(code.into(), reason.as_bytes());
@@ -160,7 +170,7 @@ impl QuicEndpoint {
             let failed = |error| self.connect_error(address, deadline, error);
             let quic = connecting.await.map_err(failed)?;
             let (peer, certificate) = self.check_server(address, expect, &quic)?;
-            let established = establish(&quic).await.map_err(|error| match error {
+            let established = establish(&quic, &self.arena).await.map_err(|error| match error {
                 Some(error) => failed(error),
                 None => ConnectError::Unreachable { address, reason: STRANGE_LANES.to_owned() },
             })?;
@@ -255,8 +265,10 @@ impl QuicEndpoint {
         let mut client = ClientConfig::new(Arc::new(client));
         client.transport_config(transport(config, &closing));
         let failed = |source| EndpointError::Bind { address, source };
-        let socket =
-            open_socket(address).and_then(|socket| Socket::new(socket, config)).map_err(failed)?;
+        let sent_bytes = Arc::default();
+        let socket = open_socket(address)
+            .and_then(|socket| Socket::new(socket, config, Arc::clone(&sent_bytes)))
+            .map_err(failed)?;
         let local = socket.local_addr().map_err(failed)?;
         let mut settings = EndpointConfig::default();
         settings.max_udp_payload_size(config.max_mtu()).expect("a Config has at least 1,200");
@@ -272,6 +284,8 @@ impl QuicEndpoint {
             accepted: Mutex::new(mpsc::channel(1).1),
             acceptor: None,
             closing,
+            arena: if config.shares_memory() { Arena::shared() } else { Arena::private() },
+            sent_bytes,
         })
     }
 }
@@ -294,6 +308,10 @@ pub(crate) struct QuicConnection {
     idle: Duration,
     senders: [QueueSender; 2],
     readers: [Mutex<LaneReader>; 2],
+    /// The peer's memory, if it lies on this host and both sides share.
+    peer_memory: Option<PeerMemory>,
+    /// What the peer may read of this process.
+    shared: Option<Arena>,
     /// Why this side broke it off, where it is more than "closed here".
     fault: OnceLock<ConnectionError>,
 }
@@ -304,11 +322,12 @@ impl QuicConnection {
         peer: Option<Subject>,
         certificate: Digest,
         idle: Duration,
-        (outgoing, incoming): Lanes,
+        established: Established,
     ) -> Self {
+        let Established { outgoing, incoming, peer_memory, shared } = established;
         let senders = outgoing.map(|stream| {
             let (sender, receiver) = queue();
-            tokio::spawn(write_lane(stream, receiver));
+            tokio::spawn(write_lane(stream, receiver, shared.clone()));
             sender
         });
         let readers =
@@ -321,6 +340,8 @@ impl QuicConnection {
             idle,
             senders,
             readers,
+            peer_memory,
+            shared,
             fault: OnceLock::new(),
         }
     }
@@ -374,6 +395,23 @@ impl QuicConnection {
         Err(why)
     }
 
+    pub(crate) async fn discard(&self, lane: Lane, bytes: u64) -> Result<(), ConnectionError> {
+        let mut reader = self.readers[lane.index()].lock().await;
+        let mut left = bytes;
+        while left > 0 {
+            let limit = usize::try_from(left).unwrap_or(usize::MAX);
+            match reader.stream.read_chunk(limit, true).await {
+                Ok(Some(chunk)) => left -= chunk.bytes.len() as u64,
+                Ok(None) | Err(_) => return Err(self.why_ended()),
+            }
+        }
+        Ok(())
+    }
+
+    pub(crate) fn shares_memory(&self) -> bool {
+        self.shared.is_some()
+    }
+
     pub(crate) async fn finish(&self) -> Result<(), ConnectionError> {
         // Both at once, then wait for both.
         for heard in [self.senders[0].finish(), self.senders[1].finish()] {
@@ -398,6 +436,17 @@ impl QuicConnection {
         loop {
             match assembly.next() {
                 Ok(Next::Done(frame)) => return Ok(Some(frame)),
+                Ok(Next::Elsewhere { head, location }) => {
+                    let memory = self.peer_memory.as_ref();
+                    let read = memory.ok_or_else(|| "memory that it never offered".to_owned());
+                    let read = read.and_then(|m| m.read(location).map_err(|e| e.to_string()));
+                    return match read {
+                        Ok(body) => Ok(Some(Frame { head, body })),
+                        Err(reason) => {
+                            Err(self.break_off(format!("a frame in shared memory: {reason}")))
+                        }
+                    };
+                }
                 Ok(Next::Read { into, limit }) => match stream
                     .read_buf(&mut into.limit(limit))
                     .await
@@ -446,7 +495,12 @@ impl Drop for QuicConnection {
     }
 }
 
-type Lanes = ([SendStream; 2], [RecvStream; 2]);
+struct Established {
+    outgoing: [SendStream; 2],
+    incoming: [RecvStream; 2],
+    peer_memory: Option<PeerMemory>,
+    shared: Option<Arena>,
+}
 
 struct LaneReader {
     stream: RecvStream,
@@ -454,12 +508,24 @@ struct LaneReader {
 }
 
 /// Writes what is queued, until the queue or the connection ends.
-async fn write_lane(mut stream: SendStream, mut queue: QueueReceiver) {
+async fn write_lane(mut stream: SendStream, mut queue: QueueReceiver, shared: Option<Arena>) {
     while let Some(item) = queue.pop().await {
         match item {
             Item::Frame(frame, room) => {
-                let Ok(prefix) = frame.prefix() else { continue };
-                if stream.write_all_chunks(&mut [prefix, frame.head, frame.body]).await.is_err() {
+                let location = shared
+                    .as_ref()
+                    .filter(|_| frame.body.len() >= SHARED_BODY_BYTES_MIN)
+                    .and_then(|arena| arena.locate(&frame.body));
+                let prefix = match location {
+                    Some(_) => frame.prefix_elsewhere(),
+                    None => frame.prefix(),
+                };
+                let Ok(prefix) = prefix else { continue };
+                let body = match location {
+                    Some(at) => Bytes::copy_from_slice(&at.encode()),
+                    None => frame.body,
+                };
+                if stream.write_all_chunks(&mut [prefix, frame.head, body]).await.is_err() {
                     return;
                 }
                 drop(room);
@@ -477,7 +543,13 @@ async fn write_lane(mut stream: SendStream, mut queue: QueueReceiver) {
 
 /// Opens the lanes in both directions. The peer opens its own when it has accepted us. The error is `None` where the peer's lanes are
 /// not ours.
-async fn establish(quic: &quinn::Connection) -> Result<Lanes, Option<quinn::ConnectionError>> {
+///
+/// On the control lane both say in addition whether others on their host may read their memory, and then whether they can read the
+/// peer's.
+async fn establish(
+    quic: &quinn::Connection,
+    arena: &Arena,
+) -> Result<Established, Option<quinn::ConnectionError>> {
     let strange = || {
         let lost = quic.close_reason();
         closing::close(quic, Refusal::Protocol.code(), STRANGE_LANES);
@@ -503,19 +575,53 @@ async fn establish(quic: &quinn::Connection) -> Result<Lanes, Option<quinn::Conn
             _ => return Err(strange()),
         }
     }
-    match (<[_; 2]>::try_from(outgoing), incoming) {
-        (Ok(outgoing), [Some(control), Some(bulk)]) => Ok((outgoing, [control, bulk])),
-        _ => unreachable!("each loop ran for both lanes"),
+    let (Ok(mut outgoing), [Some(mut control), Some(bulk)]) =
+        (<[_; 2]>::try_from(outgoing), incoming)
+    else {
+        unreachable!("each loop ran for both lanes")
+    };
+    let Some((peer_memory, is_read)) = share(&mut outgoing[0], &mut control, arena).await else {
+        return Err(strange());
+    };
+    let shared = is_read.then(|| arena.clone());
+    Ok(Established { outgoing, incoming: [control, bulk], peer_memory, shared })
+}
+
+/// Offers this process's memory to the peer and takes its offer: the peer's memory, and whether the peer reads ours.
+async fn share(
+    stream: &mut SendStream,
+    incoming: &mut RecvStream,
+    arena: &Arena,
+) -> Option<(Option<PeerMemory>, bool)> {
+    let offer = arena.offer();
+    let mut own = [0; 1 + Offer::BYTES];
+    if let Some(offer) = offer {
+        own[0] = 1;
+        own[1..].copy_from_slice(&offer.encode());
     }
+    stream.write_all(&own).await.ok()?;
+    let mut theirs = [0; 1 + Offer::BYTES];
+    incoming.read_exact(&mut theirs).await.ok()?;
+    let theirs =
+        theirs.split_first_chunk().filter(|(is_there, _): &(&[u8; 1], _)| **is_there == [1]);
+    let theirs = theirs.and_then(|(_, rest)| rest.first_chunk()).map(Offer::decode);
+    // Both or none: who keeps its own memory to itself reads nobody's.
+    let memory = offer.and(theirs).and_then(|offer| match PeerMemory::open(offer) {
+        Ok(memory) => Some(memory),
+        Err(reason) => {
+            debug!(reason, "a peer's memory is not read");
+            None
+        }
+    });
+    stream.write_all(&[u8::from(memory.is_some())]).await.ok()?;
+    let mut answer = [0];
+    incoming.read_exact(&mut answer).await.ok()?;
+    Some((memory, answer == [1]))
 }
 
 /// Takes connections until the endpoint closes.
-async fn accept_all(
-    quic: quinn::Endpoint,
-    own: Subject,
-    idle: Duration,
-    accepted: mpsc::Sender<Connection>,
-) {
+async fn accept_all(quic: quinn::Endpoint, host: Host, accepted: mpsc::Sender<Connection>) {
+    let host = Arc::new(host);
     let pending = Arc::new(Semaphore::new(MAX_PENDING));
     loop {
         // While all places are taken, those who knock wait in quinn's own bounded queue.
@@ -528,10 +634,10 @@ async fn accept_all(
             }
             continue;
         }
-        let (own, accepted) = (own.clone(), accepted.clone());
+        let (host, accepted) = (Arc::clone(&host), accepted.clone());
         tokio::spawn(async move {
             let address = canonical(incoming.remote_address());
-            match timeout(HANDSHAKE_DEADLINE, take(incoming, &own, idle)).await {
+            match timeout(HANDSHAKE_DEADLINE, take(incoming, &host)).await {
                 Ok(Ok(connection)) => {
                     if let Err(error) = accepted.try_send(connection) {
                         debug!(%address, "connection dropped: nobody accepts it");
@@ -548,8 +654,16 @@ async fn accept_all(
     }
 }
 
+/// The side that takes connections.
+struct Host {
+    own: Subject,
+    idle: Duration,
+    arena: Arena,
+}
+
 /// Takes one connection, or says why not.
-async fn take(incoming: Incoming, own: &Subject, idle: Duration) -> Result<Connection, String> {
+async fn take(incoming: Incoming, host: &Host) -> Result<Connection, String> {
+    let own = &host.own;
     let quic = incoming.await.map_err(|error| error.to_string())?;
     let refuse = |refusal: Refusal, reason: String| {
         closing::close(&quic, refusal.code(), &reason);
@@ -577,10 +691,10 @@ async fn take(incoming: Incoming, own: &Subject, idle: Duration) -> Result<Conne
             Ok(peer) => (Some(peer), fingerprint(&der)),
         }
     };
-    let lanes = establish(&quic).await;
+    let lanes = establish(&quic, &host.arena).await;
     let lanes =
         lanes.map_err(|error| error.map_or(STRANGE_LANES.to_owned(), |error| error.to_string()))?;
-    Ok(QuicConnection::start(quic, peer, certificate, idle, lanes).into())
+    Ok(QuicConnection::start(quic, peer, certificate, host.idle, lanes).into())
 }
 
 fn peer_certificate(quic: &quinn::Connection) -> Option<CertificateDer<'static>> {
@@ -660,4 +774,6 @@ const INCOMING_BYTES: u64 = 16 << 10;
 /// Established connections that wait for `accept`.
 const MAX_UNACCEPTED: usize = 256;
 const MAX_REASON_BYTES: usize = 512;
+/// Smaller bodies go with their heads: a page is not worth a reference.
+const SHARED_BODY_BYTES_MIN: usize = 256;
 const STRANGE_LANES: &str = "the other side did not open the lanes of this protocol";

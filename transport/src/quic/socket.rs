@@ -5,6 +5,7 @@ use std::io::{self, IoSliceMut};
 use std::net::SocketAddr;
 use std::pin::Pin;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::task::{Context, Poll};
 
 use quinn::udp::{RecvMeta, Transmit};
@@ -18,11 +19,17 @@ use crate::Config;
 pub(super) struct Socket {
     inner: Arc<dyn AsyncUdpSocket>,
     max_mtu: usize,
+    sent_bytes: Arc<AtomicU64>,
 }
 
 impl Socket {
-    pub(super) fn new(socket: std::net::UdpSocket, config: &Config) -> io::Result<Self> {
-        Ok(Self { inner: TokioRuntime.wrap_udp_socket(socket)?, max_mtu: config.max_mtu().into() })
+    pub(super) fn new(
+        socket: std::net::UdpSocket,
+        config: &Config,
+        sent_bytes: Arc<AtomicU64>,
+    ) -> io::Result<Self> {
+        let inner = TokioRuntime.wrap_udp_socket(socket)?;
+        Ok(Self { inner, max_mtu: config.max_mtu().into(), sent_bytes })
     }
 
     fn send_some(&self, transmit: &Transmit<'_>) -> io::Result<()> {
@@ -32,7 +39,11 @@ impl Socket {
                 debug!(%error, to = %transmit.destination, "a packet could not be sent");
                 Ok(())
             }
-            sent => sent,
+            Ok(()) => {
+                self.sent_bytes.fetch_add(transmit.contents.len() as u64, Ordering::Relaxed);
+                Ok(())
+            }
+            full => full,
         }
     }
 }

@@ -55,7 +55,8 @@ async fn a_claimed_body_over_the_limit_ends_the_connection_before_it_is_allocate
     let authority = CertificateAuthority::create().unwrap();
     let server = endpoint(&authority, Role::Worker, &patient());
     let (_client, raw) = raw_connection(&authority, &server).await;
-    let (mut outgoing, _incoming) = establish(&raw).await.unwrap();
+    let Established { mut outgoing, incoming: _incoming, .. } =
+        establish(&raw, &Arena::private()).await.unwrap();
     let accepted = server.accept().await.unwrap();
     outgoing[1].write_all(&[0, 0, 0, 0, 0xff, 0xff, 0xff, 0xff]).await.unwrap();
     let error = accepted.recv().await.unwrap_err();
@@ -73,7 +74,8 @@ async fn a_lane_that_ends_inside_a_frame_breaks_the_protocol() {
     let authority = CertificateAuthority::create().unwrap();
     let server = endpoint(&authority, Role::Worker, &patient());
     let (_client, raw) = raw_connection(&authority, &server).await;
-    let (mut outgoing, _incoming) = establish(&raw).await.unwrap();
+    let Established { mut outgoing, incoming: _incoming, .. } =
+        establish(&raw, &Arena::private()).await.unwrap();
     let accepted = server.accept().await.unwrap();
     outgoing[0].write_all(&[5, 0, 0, 0, 0, 0, 0, 0, 1]).await.unwrap();
     outgoing[0].finish().unwrap();
@@ -92,7 +94,7 @@ async fn unknown_lanes_are_refused_and_the_endpoint_goes_on() {
     };
     assert_eq!(close.error_code, Refusal::Protocol.code());
     let (_client, raw) = raw_connection(&authority, &server).await;
-    establish(&raw).await.unwrap();
+    establish(&raw, &Arena::private()).await.unwrap();
     assert!(server.accept().await.is_some());
 }
 
@@ -203,8 +205,9 @@ async fn garbage_does_not_end_an_endpoint() {
 async fn a_batch_larger_than_a_udp_packet_is_split_and_errors_are_swallowed() {
     let receiver = UdpSocket::bind(loopback()).unwrap();
     receiver.set_read_timeout(Some(PATIENCE)).unwrap();
-    let socket =
-        Arc::new(Socket::new(open_socket(loopback()).unwrap(), &Config::default()).unwrap());
+    let socket = Arc::new(
+        Socket::new(open_socket(loopback()).unwrap(), &Config::default(), Arc::default()).unwrap(),
+    );
     let contents: Vec<u8> = (0..10 * 8972 - 100_usize).map(|i| i as u8).collect();
     let batch = Transmit {
         destination: receiver.local_addr().unwrap(),
@@ -238,12 +241,41 @@ async fn packets_grow_to_the_largest_that_the_path_carries() {
     let authority = CertificateAuthority::create().unwrap();
     let server = endpoint(&authority, Role::Worker, &patient());
     let (_client, raw) = raw_connection(&authority, &server).await;
-    let (mut outgoing, _incoming) = establish(&raw).await.unwrap();
+    let Established { mut outgoing, incoming: _incoming, .. } =
+        establish(&raw, &Arena::private()).await.unwrap();
     let accepted = server.accept().await.unwrap();
     let frame = Frame { head: Bytes::new(), body: Bytes::from(vec![1; 1 << 20]) };
     while raw.stats().path.current_mtu < 8900 {
         let prefix = frame.prefix().unwrap();
         outgoing[1].write_all_chunks(&mut [prefix, frame.body.clone()]).await.unwrap();
         assert_eq!(accepted.recv().await.unwrap(), (Lane::Bulk, frame.clone()));
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_body_in_shared_memory_is_read_where_it_lies_only_if_both_sides_share() {
+    let authority = CertificateAuthority::create().unwrap();
+    let sharing =
+        Config::builder().recovery_target(Duration::from_secs(12)).share_memory().build().unwrap();
+    for (far_config, is_shared) in [(&sharing, true), (&patient(), false)] {
+        let near = endpoint(&authority, Role::Worker, &sharing);
+        let far = endpoint(&authority, Role::Worker, far_config);
+        let expect = Expect::role(Role::Worker);
+        let connection = near.connect(far.local_addr(), &expect, PATIENCE).await.unwrap();
+        let accepted = far.accept().await.unwrap();
+        assert_eq!((connection.shares_memory(), accepted.shares_memory()), (is_shared, is_shared));
+        let mut body = near.arena().allocate(1 << 20);
+        body.fill(7);
+        let frame = Frame { head: Bytes::from_static(b"head"), body: body.freeze() };
+        let before = near.sent_wire_bytes();
+        connection.send(Lane::Bulk, frame.clone()).await.unwrap();
+        let (_, received) = accepted.recv().await.unwrap();
+        assert_eq!(received, frame);
+        let sent = near.sent_wire_bytes() - before;
+        assert_eq!(sent < 1 << 19, is_shared, "{sent} bytes went by the wire");
+        // What lies elsewhere is sent as it is.
+        let other = Frame { head: Bytes::new(), body: Bytes::from(vec![9; 1 << 20]) };
+        connection.send(Lane::Bulk, other.clone()).await.unwrap();
+        assert_eq!(accepted.recv().await.unwrap().1, other);
     }
 }
