@@ -56,6 +56,10 @@ pub struct Operation {
     virtual_ranks: VirtualRanks,
     chunks: Vec<ChunkState>,
     contributed: BTreeSet<VirtualRank>,
+    /// The numbers of the chunks at which something may be to do.
+    stirred: BTreeSet<u32>,
+    /// All leaves that the plan wanted from this member when it was made. They only get fewer.
+    planned: BTreeSet<VirtualRank>,
 }
 
 #[derive(Clone, Debug, Default)]
@@ -74,11 +78,19 @@ impl Operation {
     #[must_use]
     pub fn new(me: NodeId, virtual_ranks: VirtualRanks, chunks: u32) -> Self {
         let chunks = (0..chunks).map(|_| ChunkState::default()).collect();
-        Self { me, virtual_ranks, chunks, contributed: BTreeSet::new() }
+        Self {
+            me,
+            virtual_ranks,
+            chunks,
+            contributed: BTreeSet::new(),
+            stirred: BTreeSet::new(),
+            planned: BTreeSet::new(),
+        }
     }
 
     /// A new world was adopted: nothing is folded, sent or finished until [`Self::handle_plan`].
     pub fn suspend(&mut self) {
+        self.planned.clear();
         for state in &mut self.chunks {
             state.plan = None;
             state.mine.clear();
@@ -95,6 +107,7 @@ impl Operation {
         bound: &BTreeSet<Chunk>,
     ) {
         let members: Vec<NodeId> = world.nodes().collect();
+        self.planned.clear();
         for (number, state) in (0..).zip(&mut self.chunks) {
             let chunk = Chunk(number);
             state.sent.clear();
@@ -110,6 +123,8 @@ impl Operation {
             };
             state.mine =
                 plan.pieces.iter().filter(|p| p.provider == self.me).map(|p| p.tree_node).collect();
+            self.planned.extend(plan.needs(self.me));
+            self.stirred.insert(number);
             state.plan = Some(plan);
         }
     }
@@ -125,6 +140,7 @@ impl Operation {
         for (number, state) in (0..).zip(&mut self.chunks) {
             if !state.is_final && !state.covers(leaf) {
                 state.held.insert(leaf);
+                self.stirred.insert(number);
                 kept.push(Chunk(number));
             }
         }
@@ -138,6 +154,7 @@ impl Operation {
         if state.is_final || node.is_outside(v) || node.canonical(v) != node || state.covers(node) {
             return false;
         }
+        self.stirred.insert(chunk.0);
         state.held.insert(node)
     }
 
@@ -149,8 +166,9 @@ impl Operation {
 
     /// The link to `peer` was lost and is up again: what was sent to it is offered again.
     pub fn handle_link_up(&mut self, peer: NodeId) {
-        for state in &mut self.chunks {
+        for (number, state) in (0..).zip(&mut self.chunks) {
             if state.plan.as_ref().is_some_and(|p| p.owner == peer) {
+                self.stirred.insert(number);
                 state.sent.clear();
             }
         }
@@ -158,35 +176,44 @@ impl Operation {
 
     /// What to do next, until `None`.
     pub fn poll_action(&mut self) -> Option<Action> {
-        let (me, v) = (self.me, self.virtual_ranks);
-        for (number, state) in (0..).zip(&mut self.chunks) {
-            let Some(plan) = &state.plan else { continue };
-            if state.is_final || state.is_finishing {
-                continue;
+        while let Some(number) = self.stirred.first().copied() {
+            if let Some(action) = self.next_action(number) {
+                return Some(action);
             }
-            let (chunk, owner) = (Chunk(number), plan.owner);
-            if let Some(Fold { left, right, parent }) = foldable(v, &state.held, &state.mine) {
-                state.held.remove(&left);
-                state.held.remove(&right);
-                state.held.insert(parent);
-                return Some(Action::Fold { chunk, left, right, parent });
-            }
-            if owner == me {
-                if let Some(cover) = cover(v, &state.held) {
-                    state.is_finishing = true;
-                    return Some(Action::Finish { chunk, cover });
-                }
-            } else if let Some(node) = state.unsent_piece() {
-                state.sent.insert(node);
-                return Some(Action::Send { chunk, node, to: owner });
-            }
+            self.stirred.remove(&number);
         }
         None
+    }
+
+    fn next_action(&mut self, number: u32) -> Option<Action> {
+        let (me, v) = (self.me, self.virtual_ranks);
+        let state = self.chunks.get_mut(number as usize)?;
+        if state.is_final || state.is_finishing {
+            return None;
+        }
+        let (chunk, owner) = (Chunk(number), state.plan.as_ref()?.owner);
+        if let Some(Fold { left, right, parent }) = foldable(v, &state.held, &state.mine) {
+            state.held.remove(&left);
+            state.held.remove(&right);
+            state.held.insert(parent);
+            return Some(Action::Fold { chunk, left, right, parent });
+        }
+        if owner == me {
+            let cover = cover(v, &state.held)?;
+            state.is_finishing = true;
+            return Some(Action::Finish { chunk, cover });
+        }
+        let node = state.unsent_piece()?;
+        state.sent.insert(node);
+        Some(Action::Send { chunk, node, to: owner })
     }
 
     /// The virtual ranks whose leaves the plan still wants from this member, and which it neither holds nor was given.
     #[must_use]
     pub fn to_compute(&self) -> BTreeSet<VirtualRank> {
+        if self.planned.is_subset(&self.contributed) {
+            return BTreeSet::new();
+        }
         let planned = self.chunks.iter().filter(|s| !s.is_final && !s.is_finishing);
         let mut ranks = BTreeSet::new();
         for state in planned {

@@ -200,3 +200,84 @@ fn check_cover(v: VirtualRanks, elements: usize, seed: u64) {
     let expected = recursive(v, 0, v.root().level(), &leaves);
     assert_eq!(bits(&out), bits(&expected), "V = {v}, seed {seed}, nodes {names:?}");
 }
+
+/// Numbers of every kind, NaN, infinities and subnormals among them.
+fn wild(seed: u32, elements: usize) -> Vec<f32> {
+    let mut state = seed;
+    let mut next = || {
+        state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+        f32::from_bits(state ^ (state >> 13))
+    };
+    (0..elements).map(|_| next()).collect()
+}
+
+#[test]
+fn one_pass_and_every_vector_width_give_the_bits_of_the_definition() {
+    // More than a block, and no multiple of any vector.
+    let elements = 2 * BLOCK + 13;
+    for count in [1_u32, 3, 4, 7] {
+        let v = VirtualRanks::new(count).unwrap();
+        let leaves: Vec<_> = v.iter().map(|r| (TreeNode::leaf(r), wild(r.0, elements))).collect();
+        let nodes: BTreeMap<_, _> = leaves.iter().map(|(n, x)| (*n, x.as_slice())).collect();
+        for weight in [0, 1, 3, 4, 1 << 40, u64::MAX] {
+            let mut expected = Vec::new();
+            fold_cover(v, &nodes, &mut expected).unwrap();
+            // The definition divides, whatever the weight is.
+            #[expect(clippy::cast_precision_loss, reason = "the documented rule")]
+            let divisor = weight as f32;
+            expected.iter_mut().for_each(|x| *x = canonical(*x / divisor));
+            let mut squares = Squares::default();
+            squares.take(&expected);
+            let header = squares.header();
+            let bits = |x: &[f32]| x.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
+            let check = |name: &str, found: ChunkHeader, out: &[f32]| {
+                assert_eq!(bits(out), bits(&expected), "{name}, {count} leaves, weight {weight}");
+                assert_eq!(found.square_sum.to_bits(), header.square_sum.to_bits(), "{name}");
+                assert_eq!(found.finite, header.finite, "{name}");
+            };
+            let mut out = vec![0.0; elements];
+            let found = fold_mean(v, &nodes, weight, &mut out).unwrap();
+            check("as called", found, &out);
+            let moves = moves_of(v, &nodes, None).unwrap();
+            let levels = usize::from(v.root().level());
+            let found = kernels::portable(&moves, weight, levels, &mut out);
+            check("portable", found, &out);
+            check_wide(&moves, weight, levels, &mut out, &check);
+            let mut summed = Vec::new();
+            fold_cover(v, &nodes, &mut summed).unwrap();
+            let found = finish_mean(&mut summed, weight);
+            check("two passes", found, &summed);
+        }
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+#[expect(unsafe_code, reason = "the kernels are for what the processor is seen to have")]
+fn check_wide(
+    moves: &[Option<&[f32]>],
+    weight: u64,
+    levels: usize,
+    out: &mut [f32],
+    check: &dyn Fn(&str, ChunkHeader, &[f32]),
+) {
+    if std::arch::is_x86_feature_detected!("avx2") {
+        // SAFETY: the processor has it.
+        let found = unsafe { kernels::avx2(moves, weight, levels, out) };
+        check("avx2", found, out);
+    }
+    if std::arch::is_x86_feature_detected!("avx512f") {
+        // SAFETY: the processor has it.
+        let found = unsafe { kernels::avx512(moves, weight, levels, out) };
+        check("avx512", found, out);
+    }
+}
+
+#[cfg(not(target_arch = "x86_64"))]
+fn check_wide(
+    _: &[Option<&[f32]>],
+    _: u64,
+    _: usize,
+    _: &mut [f32],
+    _: &dyn Fn(&str, ChunkHeader, &[f32]),
+) {
+}
