@@ -5,11 +5,12 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::Sender;
 
-use collectives::LeafReport;
+use collectives::{LeafReport, reduce};
 use tokio::sync::oneshot;
+use transport::{Arena, ArenaBuffer};
 use types::{Lineage, Step, VirtualRank, World};
 
-use crate::drivers::buffers::Sum;
+use crate::drivers::buffers::{Finals, Sum};
 use crate::drivers::engine::{Input, RankReply, UserInput};
 use crate::error::Error;
 
@@ -25,7 +26,8 @@ pub struct ActiveStep {
     pub(crate) engine: Sender<Input>,
     pub(crate) reports: BTreeMap<VirtualRank, BTreeMap<String, f64>>,
     pub(crate) weights: BTreeMap<VirtualRank, u64>,
-    pub(crate) scratch: BTreeMap<VirtualRank, Vec<f32>>,
+    pub(crate) arena: Arena,
+    pub(crate) scratch: BTreeMap<VirtualRank, ArenaBuffer>,
     /// Set once the sum was given out: only then does calling `next_step` mean that it was applied.
     pub(crate) is_finished: Arc<AtomicBool>,
 }
@@ -70,8 +72,17 @@ impl ActiveStep {
     }
 
     /// A buffer for the gradient of a virtual rank, zeroed, to be written in place; give it over by [`Self::contribute_buffer`].
+    ///
+    /// # Panics
+    /// If the system has no more memory.
     pub fn gradients_mut(&mut self, rank: VirtualRank) -> &mut [f32] {
-        self.scratch.entry(rank).or_insert_with(|| vec![0.0; self.elements])
+        let (arena, elements) = (&self.arena, self.elements);
+        let buffer = self.scratch.entry(rank).or_insert_with(|| {
+            let mut buffer = arena.allocate(elements * size_of::<f32>());
+            buffer.fill(0);
+            buffer
+        });
+        reduce::elements_of_mut(buffer).expect("an arena's buffers lie at multiples of 64")
     }
 
     /// Contributes the leaf of a virtual rank: copies the caller's gradient.
@@ -79,7 +90,10 @@ impl ActiveStep {
     /// # Errors
     /// If its length is not the state's [`gradient_elements`](crate::State::gradient_elements), or the engine is gone.
     pub async fn contribute(&mut self, rank: VirtualRank, gradients: &[f32]) -> Result<(), Error> {
-        self.give(rank, gradients.to_vec())
+        self.check(rank, gradients.len())?;
+        let mut buffer = self.arena.allocate(size_of_val(gradients));
+        buffer.copy_from_slice(reduce::as_bytes(gradients));
+        self.give(rank, buffer)
     }
 
     /// Contributes the buffer that was written through [`Self::gradients_mut`], without a copy.
@@ -111,20 +125,54 @@ impl ActiveStep {
     /// # Errors
     /// [`Error::RolledBack`] if the step became void: call `next_step` again, it restores the state.
     pub async fn finish(self) -> Result<Sum, Error> {
+        let finals = self.finals().await?;
+        let mut gradients = vec![0.0; finals.elements()];
+        let sum = self.take(&finals, &mut gradients)?;
+        Ok(Sum { gradients, ..sum })
+    }
+
+    /// The same, with the mean gradient in the caller's buffer, which the next step may use again; `gradients` of the result is empty.
+    ///
+    /// # Errors
+    /// As [`Self::finish`], and if the buffer has not the gradient's length. What is in the buffer then is undefined.
+    pub async fn finish_into(self, gradients: &mut [f32]) -> Result<Sum, Error> {
+        let finals = self.finals().await?;
+        if gradients.len() != finals.elements() {
+            let (given, wanted) = (gradients.len(), finals.elements());
+            return Err(Error::Usage(format!(
+                "the buffer for the sum has {given} elements, not {wanted}"
+            )));
+        }
+        self.take(&finals, gradients)
+    }
+
+    async fn finals(&self) -> Result<Finals, Error> {
         let (reply, answer) = oneshot::channel();
         self.tell(UserInput::Finish { step: self.number, reply })?;
-        let sum = answer.await.map_err(|_| Error::Internal("the engine ended"))??;
+        answer.await.map_err(|_| Error::Internal("the engine ended"))?
+    }
+
+    fn take(&self, finals: &Finals, gradients: &mut [f32]) -> Result<Sum, Error> {
+        let sum = finals.write_to(gradients).map_err(|reason| {
+            tracing::error!(%reason, "a finished step has no sum");
+            Error::Internal("a finished step has no sum")
+        })?;
         self.is_finished.store(true, Ordering::Release);
         Ok(sum)
     }
 
-    fn give(&mut self, rank: VirtualRank, gradients: Vec<f32>) -> Result<(), Error> {
-        if gradients.len() != self.elements {
-            let (given, wanted) = (gradients.len(), self.elements);
-            return Err(Error::Usage(format!(
-                "the gradient of virtual rank {rank} has {given} elements, not {wanted}"
-            )));
+    fn check(&self, rank: VirtualRank, given: usize) -> Result<(), Error> {
+        if given == self.elements {
+            return Ok(());
         }
+        let wanted = self.elements;
+        Err(Error::Usage(format!(
+            "the gradient of virtual rank {rank} has {given} elements, not {wanted}"
+        )))
+    }
+
+    fn give(&mut self, rank: VirtualRank, gradients: ArenaBuffer) -> Result<(), Error> {
+        let gradients = gradients.freeze();
         let values = self.reports.remove(&rank).unwrap_or_default();
         let weight = self.weights.remove(&rank).unwrap_or(1);
         let report = LeafReport::new(weight, values).map_err(|e| Error::Usage(e.to_string()))?;

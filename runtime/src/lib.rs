@@ -38,6 +38,7 @@ mod error;
 mod http;
 pub mod logging;
 pub mod metrics;
+pub mod raw_exchange;
 mod sampler;
 mod session;
 pub mod settings;

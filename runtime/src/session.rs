@@ -10,6 +10,7 @@ use std::sync::mpsc::Sender;
 use membership::Release;
 use storage::{Layout, StateDigest, StatePieces};
 use tokio::sync::mpsc;
+use transport::Arena;
 use types::{Lineage, Origin, Start, Step, Timestamp, VirtualRanks};
 
 use self::start::LoadError;
@@ -61,6 +62,7 @@ struct Running {
     store: Option<storage::Store>,
     virtual_ranks: VirtualRanks,
     peers: Option<PeersHandle>,
+    arena: Arena,
     control: Option<ControlHandle>,
     background: Option<tokio::runtime::Runtime>,
     trace: Trace,
@@ -104,6 +106,13 @@ impl Session {
         if let Some(running) = &self.running {
             running.trace.event(kind, fields);
         }
+    }
+
+    /// Payload of all UDP packets that this process has sent to other members so far.
+    #[must_use]
+    pub fn sent_wire_bytes(&self) -> u64 {
+        let peers = self.running.as_ref().and_then(|running| running.peers.as_ref());
+        peers.map_or(0, PeersHandle::sent_wire_bytes)
     }
 
     /// How the session ended, once `next_step` returned `None`.
@@ -174,6 +183,7 @@ impl Session {
                         engine: running.engine.clone(),
                         reports: BTreeMap::new(),
                         weights: BTreeMap::new(),
+                        arena: running.arena.clone(),
                         scratch: BTreeMap::new(),
                         is_finished,
                     }));

@@ -18,10 +18,10 @@ use membership::{Heartbeat, Intent, ParticipantEvent, Phase, Release};
 use serde_json::json;
 use storage::{Layout, StateDigest, StatePieces, Store};
 use tokio::sync::{mpsc, oneshot};
-use transport::{Frame, Lane};
+use transport::{Arena, Frame, Lane};
 use types::{Digest, Lineage, NodeId, Start, Step, Timestamp, VirtualRank, World, decode, encode};
 
-use super::buffers::{Buffers, Sum};
+use super::buffers::{Buffers, Finals};
 use super::control::ControlHandle;
 use super::peers::PeersHandle;
 use crate::clock;
@@ -74,9 +74,9 @@ pub(crate) enum UserInput {
     /// The user wants the next virtual rank.
     Rank { step: Step, reply: oneshot::Sender<RankReply> },
     /// The user contributes a leaf.
-    Leaf { step: Step, rank: VirtualRank, gradients: Vec<f32>, report: LeafReport },
+    Leaf { step: Step, rank: VirtualRank, gradients: Bytes, report: LeafReport },
     /// The user wants the sum.
-    Finish { step: Step, reply: oneshot::Sender<Result<Sum, Error>> },
+    Finish { step: Step, reply: oneshot::Sender<Result<Finals, Error>> },
 }
 
 /// What became of the wish for a virtual rank.
@@ -120,6 +120,7 @@ pub(crate) struct Parts {
     pub(crate) me: NodeId,
     pub(crate) settings: Settings,
     pub(crate) chunks: ChunkLayout,
+    pub(crate) arena: Arena,
     pub(crate) layout: Arc<Layout>,
     pub(crate) pieces: Arc<StatePieces>,
     pub(crate) store: Option<Store>,
@@ -160,6 +161,10 @@ pub(crate) struct Engine {
     progress: u64,
     seen_generation: Option<types::Generation>,
     step_began: Option<Timestamp>,
+    /// The sign of life that was given last, and when.
+    told: Option<(Heartbeat, Timestamp)>,
+    /// When the last one was given, if there is a newer one.
+    untold: Option<Timestamp>,
     /// The step in hand of which the user was told that it is void.
     void_step: Option<Step>,
 }
@@ -169,7 +174,7 @@ impl Engine {
     pub(crate) fn run(parts: Parts) {
         let mut engine = Self {
             cycle: StepCycle::new(parts.me, parts.chunks.chunks()),
-            buffers: Buffers::new(parts.chunks, parts.settings.virtual_ranks),
+            buffers: Buffers::new(parts.chunks, parts.settings.virtual_ranks, parts.arena.clone()),
             is_user_waiting: false,
             wish: None,
             restore: None,
@@ -195,6 +200,8 @@ impl Engine {
             progress: 0,
             seen_generation: None,
             step_began: None,
+            told: None,
+            untold: None,
             void_step: None,
             parts,
         };
@@ -202,7 +209,8 @@ impl Engine {
         let mut next_tick = clock::now() + tick;
         while !engine.parts.orders.is_closed() {
             let now = clock::now();
-            match engine.parts.inputs.recv_timeout(next_tick.since(now)) {
+            let due = engine.untold.map_or(next_tick, |since| next_tick.min(since + TELL_PAUSE));
+            match engine.parts.inputs.recv_timeout(due.since(now)) {
                 Ok(input) => engine.handle(input),
                 Err(RecvTimeoutError::Timeout) => {}
                 Err(RecvTimeoutError::Disconnected) => return,
@@ -218,6 +226,7 @@ impl Engine {
             }
             engine.answer_user();
             engine.tell_control();
+            engine.parts.metrics.follow(&engine.cycle, &engine.buffers);
         }
     }
 
@@ -316,6 +325,8 @@ impl Engine {
                     self.parts.metrics.steps.inc();
                 }
                 self.cycle.handle_applied(boundary, digest);
+                self.drain();
+                self.buffers.advance();
                 self.parts.trace.event("applied", json!({"boundary": boundary, "digest": digest}));
             }
             UserInput::Waiting => self.is_user_waiting = true,
@@ -333,7 +344,7 @@ impl Engine {
             }
             UserInput::Finish { step, reply } => {
                 let result = if self.cycle.is_ready(step) {
-                    self.buffers.sum(step).map_err(|reason| {
+                    self.buffers.finals(step).map_err(|reason| {
                         tracing::error!(%reason, "a finished step has no sum");
                         Error::Internal("a finished step has no sum")
                     })
@@ -348,8 +359,8 @@ impl Engine {
     }
 
     fn handle_frame(&mut self, from: NodeId, frame: Frame) {
-        let head: PeerFrame = match decode(&frame.head) {
-            Ok(head) => head,
+        let (head, weight): (PeerFrame, u64) = match decode(&frame.head) {
+            Ok(decoded) => decoded,
             Err(error) => return tracing::warn!(%from, %error, "a frame is dropped"),
         };
         match head {
@@ -358,7 +369,8 @@ impl Engine {
                 self.drain();
                 self.connect_peers();
             }
-            PeerFrame::Node(name) => match self.buffers.decode_node(name.chunk, &frame.body) {
+            PeerFrame::Node(name) => match self.buffers.decode_node(name.chunk, weight, frame.body)
+            {
                 Ok(value) => {
                     if self.cycle.handle_node(from, name) == Verdict::Keep {
                         self.buffers.put_node(name.step, name.chunk, name.node, value);
@@ -366,14 +378,16 @@ impl Engine {
                 }
                 Err(reason) => tracing::warn!(%from, %reason, "a node is dropped"),
             },
-            PeerFrame::Final(name) => match self.buffers.check_final(name.chunk, &frame.body) {
-                Ok(()) => {
-                    if self.cycle.handle_final(name) == Verdict::Keep {
-                        self.buffers.put_final(name.step, name.chunk, frame.body);
+            PeerFrame::Final(name) => {
+                match self.buffers.check_final(name.chunk, &frame.body, false) {
+                    Ok(()) => {
+                        if self.cycle.handle_final(name) == Verdict::Keep {
+                            self.buffers.put_final(name.step, name.chunk, frame.body);
+                        }
                     }
+                    Err(reason) => tracing::warn!(%from, %reason, "a final chunk is dropped"),
                 }
-                Err(reason) => tracing::warn!(%from, %reason, "a final chunk is dropped"),
-            },
+            }
             PeerFrame::Progress { lineage, applied, state } => {
                 self.cycle.handle_progress(from, lineage, applied, state);
             }
@@ -445,7 +459,6 @@ impl Engine {
                 }
             }
         }
-        self.parts.metrics.follow(&self.cycle, &self.buffers);
     }
 
     fn operate(&mut self, step: Step, action: OperationAction) {
@@ -473,12 +486,16 @@ impl Engine {
         let Some(peers) = &self.parts.peers else { return };
         let body = match &envelope.frame {
             PeerFrame::Node(name) => self.buffers.node_body(name.step, name.chunk, name.node),
-            PeerFrame::Final(name) => self.buffers.final_body(name.step, name.chunk),
-            _ => Some(Bytes::new()),
+            PeerFrame::Final(name) => {
+                self.buffers.final_body(name.step, name.chunk).map(|body| (0, body))
+            }
+            _ => Some((0, Bytes::new())),
         };
-        let Some(body) = body else { return };
+        let Some((weight, body)) = body else { return };
         self.parts.metrics.sent_bytes.inc_by(body.len() as u64);
-        peers.send(envelope.node, Lane::Control, Frame { head: encode(&envelope.frame), body });
+        // Who enters a world, or asks, is heard before chunks that wait.
+        let lane = if body.is_empty() { Lane::Control } else { Lane::Bulk };
+        peers.send(envelope.node, lane, Frame { head: head(&envelope.frame, weight), body });
     }
 
     fn leave(&mut self, name: &str) {
@@ -492,7 +509,7 @@ impl Engine {
         }
     }
 
-    fn tell_control(&self) {
+    fn tell_control(&mut self) {
         let Some(control) = &self.parts.control else { return };
         let phase = match (self.cycle.world(), self.cycle.applied()) {
             _ if self.is_leaving => Phase::Leaving,
@@ -503,13 +520,28 @@ impl Engine {
         };
         let applied: Vec<(Step, Digest)> = self.cycle.digests().collect();
         let newest = applied.len().saturating_sub(Heartbeat::APPLIED_MAX);
-        control.heartbeat(Heartbeat {
+        let heartbeat = Heartbeat {
             entered: self.cycle.entered(),
             lineage: self.cycle.lineage().unwrap_or_default(),
             applied: applied[newest..].to_vec(),
             phase,
             progress: self.progress,
-        });
+        };
+        // A step of a millisecond would wake the control thread all the time for what it says a few times a second.
+        let now = clock::now();
+        if let Some((told, at)) = &self.told {
+            let is_same = *told == heartbeat;
+            let is_news = told.entered != heartbeat.entered
+                || told.phase != heartbeat.phase
+                || told.lineage != heartbeat.lineage;
+            if is_same || (!is_news && now.since(*at) < TELL_PAUSE) {
+                self.untold = (!is_same).then_some(*at);
+                return;
+            }
+        }
+        self.untold = None;
+        control.heartbeat(heartbeat.clone());
+        self.told = Some((heartbeat, now));
     }
 
     fn handle_tick(&mut self) {
@@ -539,6 +571,13 @@ impl Engine {
 }
 
 const INPUTS_PER_TURN: usize = 256;
+/// The shortest recovery target's heartbeats are 10 ms apart; what is newer waits no longer than that.
+const TELL_PAUSE: Duration = Duration::from_millis(10);
+
+/// The head of a frame between members; a node's has its weight beside its name.
+fn head(frame: &PeerFrame, weight: u64) -> Bytes {
+    encode(&(frame, weight))
+}
 
 impl std::fmt::Debug for Engine {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {

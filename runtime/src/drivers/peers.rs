@@ -5,11 +5,12 @@
 
 use std::collections::BTreeMap;
 use std::sync::mpsc::Sender;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use tokio::sync::mpsc;
 use tokio::task::JoinHandle;
-use transport::{Connection, ConnectionId, Endpoint, Expect, Frame, Lane, Role};
+use transport::{Arena, Connection, ConnectionId, Endpoint, Expect, Frame, Lane, Role};
 use types::{Address, JobId, NodeId};
 
 use super::engine::Input;
@@ -18,12 +19,23 @@ use super::engine::Input;
 #[derive(Clone, Debug)]
 pub(crate) struct PeersHandle {
     commands: mpsc::UnboundedSender<Command>,
+    /// Where frames for each node go in, while it has a link.
+    doors: Doors,
+    endpoint: Endpoint,
+}
+
+type Doors = Arc<Mutex<BTreeMap<NodeId, Door>>>;
+
+#[derive(Clone, Debug)]
+struct Door {
+    link: ConnectionId,
+    control: mpsc::Sender<Frame>,
+    bulk: mpsc::Sender<Frame>,
 }
 
 #[derive(Debug)]
 enum Command {
     SetPeers(BTreeMap<NodeId, Address>),
-    Send { to: NodeId, lane: Lane, frame: Frame },
     Up { node: NodeId, connection: Connection },
     Down { node: NodeId, link: ConnectionId },
     Close { reply: tokio::sync::oneshot::Sender<()> },
@@ -37,7 +49,27 @@ impl PeersHandle {
 
     /// Sends a frame, or drops it if there is no link.
     pub(crate) fn send(&self, to: NodeId, lane: Lane, frame: Frame) {
-        let _ = self.commands.send(Command::Send { to, lane, frame });
+        let doors = self.doors.lock().unwrap_or_else(PoisonError::into_inner);
+        let Some(door) = doors.get(&to) else { return };
+        let queue = match lane {
+            Lane::Control => &door.control,
+            Lane::Bulk => &door.bulk,
+        };
+        if queue.try_send(frame).is_err() {
+            // A peer that reads so slowly gets a new link, and everything that still matters on it.
+            tracing::warn!(node = %to, "the queue of a link is full or gone: the link is made anew");
+            let _ = self.commands.send(Command::Down { node: to, link: door.link });
+        }
+    }
+
+    /// Payload of all UDP packets sent so far.
+    pub(crate) fn sent_wire_bytes(&self) -> u64 {
+        self.endpoint.sent_wire_bytes()
+    }
+
+    /// Memory for what is sent.
+    pub(crate) fn arena(&self) -> Arena {
+        self.endpoint.arena().clone()
     }
 
     /// Delivers what was sent, as far as the deadline allows, and closes all links.
@@ -57,7 +89,12 @@ pub(crate) fn start(
     inputs: Sender<Input>,
 ) -> PeersHandle {
     let (commands, received) = mpsc::unbounded_channel();
-    let handle = PeersHandle { commands: commands.clone() };
+    let doors = Doors::default();
+    let handle = PeersHandle {
+        commands: commands.clone(),
+        doors: Arc::clone(&doors),
+        endpoint: endpoint.clone(),
+    };
     tokio::spawn(accept(endpoint.clone(), job, commands.clone()));
     let peers = Peers {
         me,
@@ -67,6 +104,7 @@ pub(crate) fn start(
         commands,
         listed: BTreeMap::new(),
         links: BTreeMap::new(),
+        doors,
         dialling: BTreeMap::new(),
     };
     tokio::spawn(peers.run(received));
@@ -81,13 +119,12 @@ struct Peers {
     commands: mpsc::UnboundedSender<Command>,
     listed: BTreeMap<NodeId, Address>,
     links: BTreeMap<NodeId, Link>,
+    doors: Doors,
     dialling: BTreeMap<NodeId, JoinHandle<()>>,
 }
 
 struct Link {
     connection: Connection,
-    control: mpsc::Sender<Frame>,
-    bulk: mpsc::Sender<Frame>,
     tasks: Vec<JoinHandle<()>>,
 }
 
@@ -96,7 +133,6 @@ impl Peers {
         while let Some(command) = received.recv().await {
             match command {
                 Command::SetPeers(listed) => self.set_peers(listed),
-                Command::Send { to, lane, frame } => self.send(to, lane, frame),
                 Command::Up { node, connection } => self.up(node, connection),
                 Command::Down { node, link } => self.down(node, link),
                 Command::Close { reply } => {
@@ -167,9 +203,11 @@ impl Peers {
             )),
         ];
         // A newer link takes the place of an older one: the other side dialled again.
-        if let Some(old) = self.links.insert(node, Link { connection, control, bulk, tasks }) {
+        let door = Door { link: connection.id(), control, bulk };
+        if let Some(old) = self.links.insert(node, Link { connection, tasks }) {
             old.end("replaced");
         }
+        self.doors().insert(node, door);
         let _ = self.inputs.send(Input::LinkUp { node });
     }
 
@@ -178,22 +216,13 @@ impl Peers {
             tracing::debug!(%node, "link lost");
             link.end("lost");
             self.links.remove(&node);
+            self.doors().remove(&node);
             self.dial(node);
         }
     }
 
-    fn send(&mut self, to: NodeId, lane: Lane, frame: Frame) {
-        let Some(link) = self.links.get(&to) else { return };
-        let queue = match lane {
-            Lane::Control => &link.control,
-            Lane::Bulk => &link.bulk,
-        };
-        if queue.try_send(frame).is_err() {
-            // A peer that reads so slowly gets a new link, and everything that still matters on it.
-            tracing::warn!(node = %to, "the queue of a link is full or gone: the link is made anew");
-            let lost = link.connection.id();
-            self.down(to, lost);
-        }
+    fn doors(&self) -> MutexGuard<'_, BTreeMap<NodeId, Door>> {
+        self.doors.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     async fn close(mut self) {
@@ -201,10 +230,11 @@ impl Peers {
             task.abort();
         }
         let links: Vec<Link> = std::mem::take(&mut self.links).into_values().collect();
+        // The writers end after what is queued.
+        self.doors().clear();
         let mut finished = Vec::new();
         for link in links {
-            let Link { connection, control, bulk, tasks } = link;
-            drop((control, bulk));
+            let Link { connection, tasks } = link;
             finished.push(tokio::spawn(async move {
                 let mut tasks = tasks.into_iter();
                 for writer in tasks.by_ref().take(2) {

@@ -9,7 +9,7 @@ use collectives::ChunkLayout;
 use membership::{Fingerprint, FoundCheckpoint, JobSpec, Join};
 use storage::{Layout, ObjectKey, StatePieces, Store, TensorSpec};
 use tokio::sync::mpsc;
-use transport::{Endpoint, Identity};
+use transport::{Arena, Endpoint, Identity};
 use types::{
     Address, Block, Digest, Generation, Lineage, Member, NodeId, Origin, PROTOCOL_VERSION, Start,
     Step, VirtualRanks, World,
@@ -56,6 +56,7 @@ pub(super) async fn start<S: State + ?Sized>(
         Some(c) => (c.me, Some(c.peers), Some(c.control), c.store),
         None => (NodeId(0), None, None, None),
     };
+    let arena = peers.as_ref().map_or_else(Arena::private, PeersHandle::arena);
     if peers.is_none() {
         if settings.checkpoint.is_some() {
             tracing::warn!(
@@ -85,6 +86,7 @@ pub(super) async fn start<S: State + ?Sized>(
         me,
         settings: settings.clone(),
         chunks,
+        arena: arena.clone(),
         layout: Arc::clone(&layout),
         pieces: Arc::clone(&pieces),
         store: store.clone(),
@@ -112,6 +114,7 @@ pub(super) async fn start<S: State + ?Sized>(
         store,
         virtual_ranks: settings.virtual_ranks,
         peers,
+        arena,
         control,
         background: Some(background),
         trace,

@@ -200,11 +200,11 @@ impl Engine {
         let StateDigest { whole: state, pieces: digests } = digest;
         let body = encode(&Outline { extra: extra.to_string(), pieces: digests });
         for (node, wanted) in self.copy.take_due(applied) {
-            let head = encode(&PeerFrame::StateOffer { lineage, applied, state });
+            let head = super::head(&PeerFrame::StateOffer { lineage, applied, state }, 0);
             peers.send(node, Lane::Bulk, Frame { head, body: body.clone() });
             let mut bytes = 0;
             for (piece, body) in wanted.iter().filter_map(|piece| pieces.get_key_value(piece)) {
-                let head = encode(&PeerFrame::StatePiece { lineage, applied, piece: *piece });
+                let head = super::head(&PeerFrame::StatePiece { lineage, applied, piece: *piece }, 0);
                 bytes += body.len();
                 peers.send(node, Lane::Bulk, Frame { head, body: body.clone() });
             }
