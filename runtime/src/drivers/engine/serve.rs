@@ -204,7 +204,8 @@ impl Engine {
             peers.send(node, Lane::Bulk, Frame { head, body: body.clone() });
             let mut bytes = 0;
             for (piece, body) in wanted.iter().filter_map(|piece| pieces.get_key_value(piece)) {
-                let head = super::head(&PeerFrame::StatePiece { lineage, applied, piece: *piece }, 0);
+                let head =
+                    super::head(&PeerFrame::StatePiece { lineage, applied, piece: *piece }, 0);
                 bytes += body.len();
                 peers.send(node, Lane::Bulk, Frame { head, body: body.clone() });
             }
