@@ -186,6 +186,14 @@ impl fmt::Display for Cause {
     }
 }
 
+impl Cause {
+    /// Whether the coordinators found it, so that the process may live on without knowing.
+    #[must_use]
+    pub fn is_verdict(self) -> bool {
+        matches!(self, Self::Silent | Self::Diverged | Self::Orphaned)
+    }
+}
+
 /// From a worker, an agent or an operator to the leader.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum ToCoordinator {
@@ -251,6 +259,15 @@ pub enum ToCoordinator {
         /// Repeated in the answer.
         sequence: u64,
     },
+    /// Which of these workers were taken out of the job, though they may not know it? From their agent. Answered by `Evicted`.
+    AskEvicted {
+        /// Their job.
+        job: JobId,
+        /// The workers.
+        nodes: Vec<NodeId>,
+        /// Repeated in the answer.
+        sequence: u64,
+    },
     /// How do things stand? Answered by `Status`.
     Status {
         /// Only this job.
@@ -277,6 +294,7 @@ impl ToCoordinator {
             Self::Lost { sequence, .. }
             | Self::Drain { sequence, .. }
             | Self::EnrollWorker { sequence, .. }
+            | Self::AskEvicted { sequence, .. }
             | Self::Status { sequence, .. }
             | Self::Events { sequence, .. } => *sequence = number,
             Self::Join(_)
@@ -368,6 +386,13 @@ pub enum FromCoordinator {
         node: NodeId,
         /// Its certificate and chain, as the shell encodes them.
         certificate: Bytes,
+    },
+    /// Of the workers asked for, those that are out by a verdict, and why.
+    Evicted {
+        /// Of the question.
+        sequence: u64,
+        /// The workers and the causes.
+        nodes: Vec<(NodeId, Cause)>,
     },
     /// How things stand.
     Status {

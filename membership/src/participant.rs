@@ -13,7 +13,7 @@ use types::{Attempt, Generation, NodeId, Step, Term, Timestamp, World};
 
 use crate::config::{ConfigError, Timing};
 use crate::message::{
-    ClusterStatus, Event, FromCoordinator, Heartbeat, Intent, Join, Release, ToCoordinator,
+    Cause, ClusterStatus, Event, FromCoordinator, Heartbeat, Intent, Join, Release, ToCoordinator,
 };
 use crate::peer::ConnectionKey;
 
@@ -382,6 +382,12 @@ impl Participant {
                 }
                 ParticipantEvent::Enrolled { sequence, node, certificate }
             }
+            FromCoordinator::Evicted { sequence, nodes } => {
+                if self.requests.remove(&sequence).is_none() {
+                    return;
+                }
+                ParticipantEvent::Evicted { sequence, nodes }
+            }
             FromCoordinator::Status { sequence, status } => {
                 if self.requests.remove(&sequence).is_none() {
                     return;
@@ -494,6 +500,13 @@ pub enum ParticipantEvent {
         node: NodeId,
         /// Its certificate.
         certificate: Bytes,
+    },
+    /// Workers that are out by a verdict.
+    Evicted {
+        /// As [`Participant::request`] returned it.
+        sequence: u64,
+        /// The workers and the causes.
+        nodes: Vec<(NodeId, Cause)>,
     },
     /// How things stand.
     Status {

@@ -26,9 +26,10 @@ use membership::{Cause, ParticipantEvent, ToCoordinator};
 use serde_json::json;
 use tokio::sync::mpsc;
 use transport::{CertificateAuthority, Identity, JoinToken};
-use types::{JobId, NodeId, VirtualRanks};
+use types::{JobId, NodeId, Timestamp, VirtualRanks};
 
 use crate::client::Contact;
+use crate::clock;
 use crate::credentials;
 use crate::drivers::control::{self, ControlConfig, ControlHandle};
 use crate::drivers::coordinator::{CoordinatorConfig, CoordinatorHandle};
@@ -241,6 +242,12 @@ struct Agent {
     trace: Trace,
     ready: Arc<AtomicBool>,
     unacknowledged: BTreeSet<u64>,
+    /// Workers that run here.
+    running: BTreeSet<NodeId>,
+    /// The question about them that waits for its answer.
+    asked: Option<u64>,
+    /// Those that are out by a verdict, and since when we know.
+    evicted: BTreeMap<NodeId, Timestamp>,
 }
 
 impl Agent {
@@ -291,6 +298,9 @@ impl Agent {
             trace,
             ready,
             unacknowledged,
+            running: BTreeSet::new(),
+            asked: None,
+            evicted: BTreeMap::new(),
         })
     }
 
@@ -304,6 +314,8 @@ impl Agent {
             Workers::new(self.workers_config(), output, self.identities.clone(), event_sender)
                 .map_err(|e| Error::Transport { context, reason: e.to_string() })?;
         let mut running = tokio::spawn(workers.run(received));
+        let mut ask = tokio::time::interval(self.config.recovery_target.max(ASK_EVICTED_MIN));
+        ask.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
         let code = loop {
             tokio::select! {
                 biased;
@@ -313,6 +325,11 @@ impl Agent {
                     None => return Err(Error::Internal("the control thread ended")),
                 },
                 signal = signals.next() => drop(commands.send(Command::Signal(signal)).await),
+                _ = ask.tick() => {
+                    for node in self.look_for_evicted().await {
+                        drop(commands.send(Command::Kill { node }).await);
+                    }
+                }
                 code = &mut running => break code.map_err(|_| Error::Internal("the supervisor panicked"))?,
             }
         };
@@ -362,6 +379,7 @@ impl Agent {
         match event {
             Event::Started { slot, attempt, node, pid } => {
                 self.metrics.workers.inc();
+                self.running.insert(*node);
                 if *attempt > 0 {
                     self.metrics.restarts.inc();
                 }
@@ -377,6 +395,8 @@ impl Agent {
             }
             Event::Exited { slot, node, exit, noticed_at } => {
                 self.metrics.workers.dec();
+                self.running.remove(node);
+                self.evicted.remove(node);
                 let cause = match exit {
                     Exit::Code(code) => Cause::Exited { code: *code },
                     Exit::Signal(signal) => Cause::Signalled { signal: *signal },
@@ -395,8 +415,36 @@ impl Agent {
         }
     }
 
+    /// Asks whether workers that run here were taken out of the job without knowing it (stopped, or stuck), and says which of them had
+    /// their time to end by themselves.
+    async fn look_for_evicted(&mut self) -> Vec<NodeId> {
+        if !self.running.is_empty() && self.asked.is_none() {
+            let (job, nodes) = (self.config.job.clone(), self.running.iter().copied().collect());
+            let question = ToCoordinator::AskEvicted { job, nodes, sequence: 0 };
+            self.asked = self.control.ask(question).await;
+        }
+        let (now, grace) = (clock::now(), self.config.recovery_target * 5);
+        let is_due = |since: &Timestamp| now.since(*since) >= grace.max(EVICTED_GRACE_MIN);
+        let due: Vec<NodeId> =
+            self.evicted.iter().filter(|(_, since)| is_due(since)).map(|(n, _)| *n).collect();
+        for node in &due {
+            self.evicted.remove(node);
+            tracing::warn!(%node, "this worker was taken out of the job and does not end: it is killed");
+        }
+        due
+    }
+
     fn hear(&mut self, event: ParticipantEvent) {
         match event {
+            ParticipantEvent::Evicted { sequence, nodes } if self.asked == Some(sequence) => {
+                self.asked = None;
+                for (node, cause) in nodes {
+                    if self.running.contains(&node) && !self.evicted.contains_key(&node) {
+                        tracing::warn!(%node, %cause, "this worker was taken out of the job");
+                        self.evicted.insert(node, clock::now());
+                    }
+                }
+            }
             ParticipantEvent::Noted { sequence } => drop(self.unacknowledged.remove(&sequence)),
             ParticipantEvent::Enrolled { sequence, node, certificate } => {
                 self.identities.handle_enrolled(sequence, node, certificate);
@@ -524,4 +572,8 @@ pub(crate) mod tempfile_dir {
 }
 
 const OPERATOR_CERTIFICATE: Duration = Duration::from_secs(30 * 24 * 3600);
+/// How often the coordinators are asked at most.
+const ASK_EVICTED_MIN: Duration = Duration::from_secs(1);
+/// How long an evicted worker has at least, to hear of it and to end.
+const EVICTED_GRACE_MIN: Duration = Duration::from_secs(5);
 const LAST_WORDS_DEADLINE: Duration = Duration::from_secs(2);

@@ -89,6 +89,28 @@ fn a_second_term_ends_everything_at_once_with_143() -> anyhow::Result<()> {
 }
 
 #[test]
+fn a_worker_that_is_stopped_for_good_is_replaced_and_keeps_nobody() -> anyhow::Result<()> {
+    play(|cluster| {
+        let job = Job::new(400).with_leaf_ms(15);
+        let undisturbed = cluster.undisturbed(&job)?;
+        let agent = cluster.start_agent(&job, Place::Standalone, 3)?;
+        step(cluster, 10)?;
+        let stopped = cluster.traces().alive()[0];
+        ensure!(cluster.signal_worker(stopped, Signal::STOP)?, "it does not run");
+        cluster.poll("the stopped worker to be killed", |cluster| {
+            Ok((!cluster.is_running(stopped)).then_some(()))
+        })?;
+        cluster.wait("another in its place", |traces| {
+            let alive = traces.alive();
+            (alive.len() == 3 && !alive.contains(&stopped)).then_some(())
+        })?;
+        let said = cluster.said(&agent)?;
+        ensure!(said.err.contains("is killed"), "nothing is said of it: {}", said.err);
+        cluster.check_end(&undisturbed, &said)
+    })
+}
+
+#[test]
 fn workers_end_with_their_agent_and_others_go_on() -> anyhow::Result<()> {
     play(|cluster| {
         let flags = ["--expected-members", "4"];

@@ -45,6 +45,15 @@ impl Coordinator {
             ToCoordinator::EnrollWorker { job, csr, sequence } => {
                 self.answer_enroll(peer, job, csr, sequence);
             }
+            ToCoordinator::AskEvicted { job, nodes, sequence } => {
+                let known = self.roster.job(&job).filter(|_| peer.may_speak_for(&job));
+                let verdict = |node: NodeId| {
+                    let cause = known?.gone(node).filter(|cause| cause.is_verdict())?;
+                    Some((node, cause))
+                };
+                let nodes = nodes.into_iter().take(DRAIN_MAX).filter_map(verdict).collect();
+                self.send(peer.key, FromCoordinator::Evicted { sequence, nodes });
+            }
             ToCoordinator::Status { job, sequence } => {
                 let mut status = self.status();
                 let is_wanted =

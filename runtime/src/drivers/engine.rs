@@ -298,6 +298,7 @@ impl Engine {
             }
             ParticipantEvent::Noted { .. }
             | ParticipantEvent::Enrolled { .. }
+            | ParticipantEvent::Evicted { .. }
             | ParticipantEvent::Status { .. }
             | ParticipantEvent::Events { .. } => {}
         }
