@@ -164,17 +164,27 @@ fn config(args: RunArgs) -> Result<AgentConfig, Error> {
     };
     let workers = args.nproc_per_node.0;
     let virtual_ranks = VirtualRanks::try_from(args.virtual_ranks).map_err(Error::Usage)?;
+    let bounds = [
+        ("--min-members", Some(args.min_members)),
+        ("--expected-members", args.expected_members),
+        ("--max-members", args.max_members),
+    ];
+    let given: Vec<(&str, u32)> =
+        bounds.into_iter().filter_map(|(flag, n)| Some((flag, n?))).collect();
+    for pair in given.windows(2) {
+        let [(low, few), (high, many)] = [pair[0], pair[1]];
+        if few > many {
+            return Err(Error::Usage(format!(
+                "{low} {few} is more than {high} {many}: the job would wait for ever"
+            )));
+        }
+    }
     let expected =
         args.expected_members.unwrap_or(args.nnodes.min * workers.get()).max(args.min_members);
-    let members = MemberBounds {
-        min: args.min_members,
-        expected: expected.min(virtual_ranks.count()).max(args.min_members),
-        max: args
-            .max_members
-            .unwrap_or(args.nnodes.max * workers.get())
-            .max(expected)
-            .min(virtual_ranks.count()),
-    };
+    let max = args.max_members.unwrap_or((args.nnodes.max * workers.get()).max(expected));
+    let max = max.min(virtual_ranks.count());
+    let max = max.max(args.min_members);
+    let members = MemberBounds { min: args.min_members, expected: expected.min(max), max };
     let here = workers.get();
     if here > virtual_ranks.count() {
         tracing::warn!(

@@ -124,6 +124,11 @@ fn wrong_flags_and_places_are_refused_with_one_clear_line() -> anyhow::Result<()
             (&["checkpoint", "export", ".", "--out", "ca"], 78, &["not empty", "--overwrite"]),
             (&["drain", "abc"], 64, &["ripstop status"]),
             (
+                &["run", "--standalone", "--min-members", "3", "--max-members", "2", "--", "true"],
+                64,
+                &["--min-members 3", "--max-members 2"],
+            ),
+            (
                 &["run", "--standalone", "--token", "x", "--", "true"],
                 64,
                 &["--standalone", "--token"],
