@@ -24,6 +24,8 @@ pub enum Fault {
         /// For how long.
         ms: u64,
     },
+    /// A worker's program hangs for good, while its heartbeats go on.
+    Hang,
     /// A worker is asked to leave.
     Drain,
     /// A worker joins.
@@ -135,7 +137,9 @@ impl Plan {
 
     fn fault(rng: &mut Rng) -> Fault {
         match rng.below(100) {
-            0..25 => Fault::KillWorker { is_seen: rng.percent(75) },
+            0..19 => Fault::KillWorker { is_seen: rng.percent(75) },
+            19..22 => Fault::Hang,
+            22..25 => Fault::BreakLink { ms: rng.within(500, 20_000) },
             25..33 => Fault::KillTwo,
             33..38 => Fault::KillAll,
             38..48 => Fault::Freeze { ms: rng.within(20, 2500) },

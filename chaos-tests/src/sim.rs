@@ -16,7 +16,7 @@ use bytes::Bytes;
 use membership::{
     Action, Cause, Config, ConnectionKey, Coordinator, Event, Fingerprint, FoundCheckpoint,
     FromCoordinator, Intent, JobSpec, Join, LogWrite, Participant, ParticipantAction,
-    ParticipantEvent, Peer, RecoveredLog, Release, Role, Timing, ToCoordinator,
+    ParticipantEvent, Peer, RecoveredLog, Release, Role, Timing, ToCoordinator, Turn,
 };
 use ripstop::step_cycle::PeerFrame;
 use types::{Address, Digest, JobId, NodeId, Origin, Start, Step, Timestamp, VirtualRanks};
@@ -26,7 +26,7 @@ use crate::invariants::one_world_per_generation::OneWorldPerGeneration;
 use crate::invariants::{Violation, blocks_tile_the_virtual_ranks, every_wait_ends};
 use crate::plan::{Fault, Plan};
 use crate::seed::{Rng, mix};
-use node::{Body, Node, Shape, TrainState, Work};
+use node::{Body, Node, Shape, TrainState, User, Work};
 use worker::{Store, Worker};
 
 /// A bug put in on purpose: the invariant of that name must catch it.
@@ -450,15 +450,23 @@ impl Sim {
             Happening::Frame { from, to, frame, body } => self.deliver(from, to, frame, body),
             Happening::Done(node) => {
                 let store = std::mem::take(&mut self.store);
-                if let Some(worker) = self.awake(node) {
+                if let Some(worker) = self.awake(node).filter(|w| !w.is_hung) {
                     let shape = worker.node.shape();
+                    if matches!(worker.node.user, User::Busy(Work::Leaf { .. }, _)) {
+                        worker.turn.end_leaf(now);
+                    }
                     worker.node.handle_done(|start| load(&store, shape, start));
                 }
                 self.store = store;
                 self.follow(node);
             }
             Happening::Tick(node) => {
+                let linked: BTreeSet<NodeId> =
+                    self.links.iter().filter(|(_, up)| **up).filter_map(|(pair, _)| other(*pair, node)).collect();
                 if let Some(worker) = self.awake(node) {
+                    worker.turn.pulse += 1;
+                    let peers = worker.node.cycle.peers().into_keys();
+                    worker.turn.handle_links(now, peers, |peer| linked.contains(&peer));
                     worker.node.handle_tick(now);
                     self.push(ms(250), Happening::Tick(node));
                     self.follow(node);
@@ -513,6 +521,14 @@ impl Sim {
                         worker.frozen_until = Some(until);
                         self.push(ms(time), Happening::Thaw(node));
                     }
+                }
+            }
+            Fault::Hang => {
+                if let Some(node) = self.chance.pick(&running)
+                    && let Some(worker) = self.awake(node)
+                {
+                    worker.is_hung = true;
+                    self.trace(format!("node {node} hangs"));
                 }
             }
             Fault::Drain => {
@@ -585,9 +601,10 @@ impl Sim {
             self.push(Duration::ZERO, Happening::StartSeat(id));
         }
         if !self.is_finished {
-            let needed =
-                u64::from(self.plan.min_members).saturating_sub(self.running().len() as u64);
-            for _ in 0..needed.max(u64::from(self.running().is_empty())) {
+            // Who hangs is replaced by others, which wait for it until the leader takes it out.
+            let well = self.workers.values().filter(|w| w.is_running() && !w.is_hung).count() as u64;
+            let needed = u64::from(self.plan.min_members).saturating_sub(well);
+            for _ in 0..needed.max(u64::from(well == 0)) {
                 self.push(Duration::ZERO, Happening::Spawn);
             }
             // Who was taken for dead, or left, is replaced as an agent would.
@@ -719,6 +736,8 @@ impl Sim {
                 max_members: self.plan.virtual_ranks,
                 total_steps: Some(self.shape.total),
                 checkpoint_every: self.plan.has_store.then_some(ms(700)),
+                hang_timeout: None,
+                pause_timeout: Some(PAUSE),
             },
             address: Address {
                 socket: address(node.0 % 60_000),
@@ -749,12 +768,21 @@ impl Sim {
                 Err(message) => requests.push(message),
             }
         }
-        if let Some(work) = worker.node.poll_work() {
-            works.push(work);
+        match worker.node.poll_work() {
+            Some(work) => {
+                match work {
+                    Work::Leaf { .. } => worker.turn.begin_leaf(now),
+                    _ => worker.turn.give(Turn::Between),
+                }
+                works.push(work);
+            }
+            None if matches!(worker.node.user, User::Busy(..)) => {}
+            None if worker.turn.turn == Turn::Waiting => {}
+            None => worker.turn.give(Turn::Waiting),
         }
         let outbox = std::mem::take(&mut worker.node.outbox);
         worker.node.notes.clear();
-        let heartbeat = worker.heartbeat();
+        let heartbeat = worker.heartbeat(now);
         if worker.told.as_ref().map(|t| (&t.applied, t.entered, t.phase))
             != Some((&heartbeat.applied, heartbeat.entered, heartbeat.phase))
         {
@@ -1147,6 +1175,11 @@ fn load(store: &Store, shape: Shape, start: &Start) -> TrainState {
     }
 }
 
+/// The other one of a pair.
+fn other((a, b): (NodeId, NodeId), node: NodeId) -> Option<NodeId> {
+    (a == node).then_some(b).or((b == node).then_some(a))
+}
+
 fn address(id: u64) -> SocketAddr {
     SocketAddr::from(([127, 0, 0, 1], u16::try_from(id % 65_536).expect("a remainder")))
 }
@@ -1156,6 +1189,8 @@ fn ms(millis: u64) -> Duration {
 }
 
 const TARGET: Duration = Duration::from_secs(1);
+/// A program that hangs outside of its leaves is found within it; longer would only take longer.
+const PAUSE: Duration = Duration::from_secs(60);
 /// A run with so many events does not get anywhere.
 const EVENTS_MAX: u64 = 3_000_000;
 /// More joiners than these prove nothing more.

@@ -99,6 +99,12 @@ pub(crate) struct RunArgs {
     /// How long coordinators may be silent where they are needed.
     #[arg(long, value_name = "DURATION", default_value = "60s", value_parser = parse_duration)]
     coordinator_timeout: Duration,
+    /// The least time in one leaf, while others wait, that counts as a hang; 30 recovery targets if not given. It is always at least 8 times the longest leaf seen.
+    #[arg(long, value_name = "DURATION", value_parser = parse_duration)]
+    hang_timeout: Option<Duration>,
+    /// The longest time outside of leaves (a load, an evaluation, a first leaf) while others wait; 600 recovery targets if not given.
+    #[arg(long, value_name = "DURATION", value_parser = parse_duration)]
+    pause_timeout: Option<Duration>,
     /// How long workers may take to leave after TERM.
     #[arg(long, value_name = "DURATION", default_value = "30s", value_parser = parse_duration)]
     grace: Duration,
@@ -223,6 +229,8 @@ fn config(args: RunArgs) -> Result<AgentConfig, Error> {
         checkpoint_every: args.checkpoint_every,
         recovery_target: args.recovery_target,
         coordinator_timeout: args.coordinator_timeout,
+        hang_timeout: args.hang_timeout,
+        pause_timeout: args.pause_timeout,
         listen,
         host: args.host.unwrap_or_else(host_name),
         allow_mixed: args.allow_mixed,

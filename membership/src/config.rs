@@ -138,6 +138,18 @@ impl Timing {
         self.target / 2
     }
 
+    /// The least time in one leaf, while others wait, that counts as a hang: longer than a compiler's or a file system's hiccup.
+    #[must_use]
+    pub fn hang(self) -> Duration {
+        self.target * 30
+    }
+
+    /// The longest time that others wait for a member outside of leaves: it loads, evaluates, or compiles its first leaf.
+    #[must_use]
+    pub fn pause(self) -> Duration {
+        self.target * 600
+    }
+
     /// What a worker gets to find a new leader before its silence counts.
     #[must_use]
     pub fn grace(self) -> Duration {

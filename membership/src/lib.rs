@@ -18,6 +18,7 @@ mod job;
 mod log;
 mod participant;
 mod peer;
+mod progress;
 mod reports;
 mod roster;
 
@@ -33,9 +34,10 @@ pub use job::{Committed, Gone, Job, Listed, OpenIntent, Stage};
 pub use message::{
     Cause, CheckpointStatus, ClusterStatus, CoordinatorStatus, Event, Fingerprint, FoundCheckpoint,
     FromCoordinator, Heartbeat, Intent, JobSpec, JobStatus, Join, MemberStatus, Phase, Release,
-    ToCoordinator, describe_blocks,
+    ToCoordinator, Turn, describe_blocks,
 };
 pub use participant::{Participant, ParticipantAction, ParticipantEvent};
 pub use peer::{ConnectionKey, EnrollRequest, Peer, Role};
+pub use progress::{Progress, Stalled};
 pub use reports::{Divergence, Reports};
 pub use roster::{Applied, Reply, Roster, Touched};

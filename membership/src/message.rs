@@ -33,6 +33,10 @@ pub struct JobSpec {
     pub total_steps: Option<Step>,
     /// Pause between checkpoints; `None`: there is no checkpoint store.
     pub checkpoint_every: Option<Duration>,
+    /// The least time in one leaf, while others wait, that counts as a hang; `None`: from the recovery target.
+    pub hang_timeout: Option<Duration>,
+    /// The longest time outside of leaves (loading, evaluation, a first leaf) while others wait; `None`: from the recovery target.
+    pub pause_timeout: Option<Duration>,
 }
 
 impl JobSpec {
@@ -51,6 +55,13 @@ impl JobSpec {
             return Err(format!(
                 "{min} members need as many virtual ranks, the job has {}",
                 self.virtual_ranks
+            ));
+        }
+        if let (Some(hang), Some(pause)) = (self.hang_timeout, self.pause_timeout)
+            && hang > pause
+        {
+            return Err(format!(
+                "a hang timeout of {hang:?} is longer than the pause timeout of {pause:?}"
             ));
         }
         if self.total_steps == Some(Step(0)) {
@@ -110,9 +121,10 @@ pub struct Join {
 }
 
 /// What a worker is doing.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub enum Phase {
     /// Has no world yet.
+    #[default]
     Joining,
     /// Fetches the state.
     Syncing,
@@ -124,8 +136,20 @@ pub enum Phase {
     Leaving,
 }
 
+/// Whose turn it is in a worker. Whoever is not [`Turn::Waiting`] may be the one that all others wait for.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+pub enum Turn {
+    /// The program waits for others, inside a call.
+    #[default]
+    Waiting,
+    /// The program is within a step: it computes a leaf.
+    Leaf,
+    /// The program has the word otherwise: it starts, loads or copies a state, applies a step, evaluates.
+    Between,
+}
+
 /// Sign of life of a worker, each tenth of the recovery target.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Heartbeat {
     /// Newest generation whose gate is complete here. It proves that all members of that generation had entered it.
     pub entered: Option<Generation>,
@@ -135,13 +159,23 @@ pub struct Heartbeat {
     pub applied: Vec<(Step, Digest)>,
     /// What it is doing.
     pub phase: Phase,
-    /// Grows whenever the training loop gets on.
+    /// Whose turn it is here.
+    pub turn: Turn,
+    /// Grows whenever the turn changes or the training loop gets on.
     pub progress: u64,
+    /// Grows four times in each recovery target while the engine runs, whatever the program does.
+    pub pulse: u64,
+    /// The longest of this worker's newest leaves; `None` before the first.
+    pub longest_leaf: Option<Duration>,
+    /// Nodes of its world that it could not reach for half the recovery target: at most [`Self::CUT_OFF_MAX`].
+    pub cut_off: Vec<NodeId>,
 }
 
 impl Heartbeat {
     /// Most boundaries of one heartbeat.
     pub const APPLIED_MAX: usize = 4;
+    /// Most nodes in [`Self::cut_off`].
+    pub const CUT_OFF_MAX: usize = 64;
 
     /// The newest boundary reported.
     #[must_use]
@@ -165,6 +199,10 @@ pub enum Cause {
     },
     /// No sign of life within the deadline.
     Silent,
+    /// Signs of life, but others waited for it and it did not get on.
+    Hung,
+    /// It and another member can't reach each other.
+    CutOff,
     /// Its state differed from that of most members.
     Diverged,
     /// It needed a final chunk that nobody holds.
@@ -179,6 +217,8 @@ impl fmt::Display for Cause {
             Self::Exited { code } => write!(f, "exited with code {code}"),
             Self::Signalled { signal } => write!(f, "killed by signal {signal}"),
             Self::Silent => f.write_str("silent"),
+            Self::Hung => f.write_str("hung"),
+            Self::CutOff => f.write_str("cut off from another member"),
             Self::Diverged => f.write_str("state differs"),
             Self::Orphaned => f.write_str("missed a final chunk that nobody holds"),
             Self::Left => f.write_str("left"),
@@ -190,7 +230,10 @@ impl Cause {
     /// Whether the coordinators found it, so that the process may live on without knowing.
     #[must_use]
     pub fn is_verdict(self) -> bool {
-        matches!(self, Self::Silent | Self::Diverged | Self::Orphaned)
+        matches!(
+            self,
+            Self::Silent | Self::Hung | Self::CutOff | Self::Diverged | Self::Orphaned
+        )
     }
 }
 

@@ -145,7 +145,16 @@ impl Reports {
         // In a held world nobody gets on, and nothing would help a follower that is behind.
         let slack = if job.world().is_some_and(|w| w.held) { 0 } else { self.lead(timing) };
         is_following
+            && !self.is_cut_off(job, node)
             && self.boundary(job, node).is_some_and(|at| at.0.saturating_add(slack) >= highest.0)
+    }
+
+    /// Whether a follower and a member of the newest world can't reach each other: in the world it would hold all up.
+    fn is_cut_off(&self, job: &Job, node: NodeId) -> bool {
+        let names =
+            |a: NodeId, b: NodeId| self.newest.get(&a).is_some_and(|h| h.cut_off.contains(&b));
+        let mut members = job.world().into_iter().flat_map(|world| world.nodes());
+        members.any(|member| names(member, node) || names(node, member))
     }
 
     /// The one digest of all members of the newest world at a boundary that all have reached, and none has passed.

@@ -79,6 +79,10 @@ pub struct AgentConfig {
     pub recovery_target: Duration,
     /// How long coordinators may be silent where they are needed.
     pub coordinator_timeout: Duration,
+    /// The least time in one leaf, while others wait, that counts as a hang; `None`: from the recovery target.
+    pub hang_timeout: Option<Duration>,
+    /// The longest time outside of leaves while others wait; `None`: from the recovery target.
+    pub pause_timeout: Option<Duration>,
     /// The address of this host that others reach it at.
     pub listen: IpAddr,
     /// Its name.
@@ -504,6 +508,13 @@ fn worker_environment(
         ("RIPSTOP_LISTEN".to_owned(), config.listen.to_string()),
         ("RIPSTOP_HOST".to_owned(), config.host.clone()),
     ]);
+    let timeouts = [
+        ("RIPSTOP_HANG_TIMEOUT", config.hang_timeout),
+        ("RIPSTOP_PAUSE_TIMEOUT", config.pause_timeout),
+    ];
+    for (name, timeout) in timeouts {
+        variables.extend(timeout.map(|timeout| (name.to_owned(), millis(timeout))));
+    }
     if let Some(url) = &config.checkpoint {
         variables.insert("RIPSTOP_CHECKPOINT".to_owned(), url.clone());
     }

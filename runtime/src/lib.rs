@@ -22,8 +22,8 @@
 //! ```
 //!
 //! This room promises that the program's loop never learns of failures: it only gets more virtual ranks to compute. It opens HTTP and the
-//! agent's pipes, reads the environment and the clock. Everything that decides is a machine: [`step_cycle`] and [`state_copy`] here, the rest in the rooms
-//! below.
+//! agent's pipes, reads the environment and the clock. Everything that decides is a machine: [`step_cycle`], [`state_copy`] and [`turn`] here, the rest
+//! in the rooms below.
 
 mod active_step;
 pub mod agent;
@@ -47,6 +47,7 @@ mod state;
 pub mod state_copy;
 pub mod step_cycle;
 mod trace;
+pub mod turn;
 
 pub use active_step::ActiveStep;
 pub use drivers::buffers::Sum;

@@ -26,6 +26,8 @@ pub struct Settings {
     pub(crate) checkpoint_every: Duration,
     pub(crate) recovery_target: Duration,
     pub(crate) coordinator_timeout: Duration,
+    pub(crate) hang_timeout: Option<Duration>,
+    pub(crate) pause_timeout: Option<Duration>,
     pub(crate) listen: IpAddr,
     pub(crate) host: String,
     pub(crate) allow_mixed: bool,
@@ -77,6 +79,8 @@ impl Settings {
             checkpoint_every: CHECKPOINT_EVERY_DEFAULT,
             recovery_target: RECOVERY_TARGET_DEFAULT,
             coordinator_timeout: COORDINATOR_TIMEOUT_DEFAULT,
+            hang_timeout: None,
+            pause_timeout: None,
             listen: IpAddr::V4(Ipv4Addr::LOCALHOST),
             host: host_name(),
             allow_mixed: false,
@@ -122,6 +126,17 @@ impl Settings {
             if let Some(text) = value(name) {
                 *duration =
                     parse_duration(&text).map_err(|e| Error::Settings(format!("{name}: {e}")))?;
+            }
+        }
+        let timeouts: [(&str, &mut Option<Duration>); 2] = [
+            ("RIPSTOP_HANG_TIMEOUT", &mut settings.hang_timeout),
+            ("RIPSTOP_PAUSE_TIMEOUT", &mut settings.pause_timeout),
+        ];
+        for (name, timeout) in timeouts {
+            if let Some(text) = value(name) {
+                let duration =
+                    parse_duration(&text).map_err(|e| Error::Settings(format!("{name}: {e}")))?;
+                *timeout = Some(duration);
             }
         }
         if let Some(ip) = value("RIPSTOP_LISTEN") {

@@ -454,6 +454,13 @@ impl StepCycle {
         Some(rank)
     }
 
+    /// A virtual rank that was handed out, and whose leaf is still missing here.
+    #[must_use]
+    pub fn owed(&self) -> Option<VirtualRank> {
+        let wanted = self.operations.get(&self.applied()?)?.to_compute();
+        wanted.intersection(&self.handed_out).next().copied()
+    }
+
     /// What the shell must do, until `None`.
     pub fn poll_action(&mut self) -> Option<Action> {
         self.actions.pop_front()

@@ -339,7 +339,10 @@ impl Node {
             self.user = User::AtBoundary;
             return Some(None);
         }
-        let rank = self.cycle.poll_virtual_rank()?;
+        let Some(rank) = self.cycle.poll_virtual_rank() else {
+            assert_eq!(self.cycle.owed(), None, "node {}: each leaf was contributed", self.id);
+            return None;
+        };
         let lineage = self.cycle.lineage().expect("there is a world");
         Some(Some(Work::Leaf { lineage, step, rank }))
     }

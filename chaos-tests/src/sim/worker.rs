@@ -1,9 +1,12 @@
 //! One simulated worker process: its participant, its step machine, its part in checkpoints.
 
 use std::collections::BTreeMap;
+use std::time::Duration;
 
 use membership::{Heartbeat, Intent, Participant, ParticipantEvent, Phase, Release, ToCoordinator};
 use types::{Attempt, Digest, Generation, NodeId, Step, Timestamp};
+
+use ripstop::turn::TurnKeeper;
 
 use super::node::{Node, TrainState, User};
 
@@ -22,8 +25,10 @@ pub(crate) struct Worker {
     pub(crate) is_publishing: Option<Attempt>,
     pub(crate) seen_generation: Option<Generation>,
     pub(crate) told: Option<Heartbeat>,
+    /// Its program never comes back.
+    pub(crate) is_hung: bool,
+    pub(crate) turn: TurnKeeper,
     is_draining: bool,
-    progress: u64,
 }
 
 impl Worker {
@@ -40,8 +45,9 @@ impl Worker {
             is_publishing: None,
             seen_generation: None,
             told: None,
+            is_hung: false,
+            turn: TurnKeeper::new(),
             is_draining: false,
-            progress: 0,
         }
     }
 
@@ -95,9 +101,8 @@ impl Worker {
         Some(Ok((intent, state)))
     }
 
-    pub(crate) fn heartbeat(&mut self) -> Heartbeat {
+    pub(crate) fn heartbeat(&mut self, now: Timestamp) -> Heartbeat {
         let cycle = &self.node.cycle;
-        self.progress += 1;
         let applied: Vec<(Step, Digest)> = cycle.digests().collect();
         let newest = applied.len().saturating_sub(Heartbeat::APPLIED_MAX);
         let phase = match (cycle.world(), cycle.applied()) {
@@ -112,10 +117,17 @@ impl Worker {
             lineage: cycle.lineage().unwrap_or_default(),
             applied: applied[newest..].to_vec(),
             phase,
-            progress: self.progress,
+            turn: self.turn.turn,
+            progress: self.turn.progress,
+            pulse: self.turn.pulse,
+            longest_leaf: self.turn.longest_leaf(),
+            cut_off: self.turn.cut_off(now, CUT_OFF_AFTER),
         }
     }
 }
+
+/// Half the recovery target.
+const CUT_OFF_AFTER: Duration = Duration::from_millis(500);
 
 /// The simulated store: manifests by key, and the states that they make real.
 pub(crate) type Store = BTreeMap<String, TrainState>;

@@ -124,6 +124,7 @@ impl Coordinator {
         let id = job.spec().job.clone();
         let watch = leading.watch(now, &id);
         let entered = heartbeat.entered;
+        watch.progress.handle_heartbeat(now, peer.node, &heartbeat);
         watch.reports.handle_heartbeat(now, peer.node, heartbeat, job);
         let newest =
             job.worlds().filter(|w| w.has_member(peer.node) || w.has_follower(peer.node)).last();

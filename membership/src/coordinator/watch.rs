@@ -14,6 +14,7 @@ use crate::formation::{Decision, Formation};
 use crate::job::Stage;
 use crate::message::{Cause, FromCoordinator};
 use crate::peer::{ConnectionKey, Role};
+use crate::progress::{Progress, Stalled};
 use crate::reports::Reports;
 use crate::roster::{Reply, Touched};
 
@@ -46,6 +47,7 @@ impl Leading {
             formation: Formation::new(timing, now),
             checkpointing: Checkpointing::new(timing),
             reports: Reports::default(),
+            progress: Progress::new(timing, now),
             busy: BTreeSet::new(),
             entering: None,
             losing: BTreeSet::new(),
@@ -59,6 +61,7 @@ pub(super) struct JobWatch {
     pub(super) formation: Formation,
     pub(super) checkpointing: Checkpointing,
     pub(super) reports: Reports,
+    pub(super) progress: Progress,
     /// Decisions that are on their way into the log: one of a kind at a time.
     pub(super) busy: BTreeSet<Topic>,
     pub(super) entering: Option<Generation>,
@@ -217,7 +220,9 @@ impl Coordinator {
                     for node in &nodes {
                         leading.detector.handle_gone(*node);
                         if let Some(job) = &pending.job {
-                            leading.watch(now, job).reports.handle_gone(*node);
+                            let watch = leading.watch(now, job);
+                            watch.reports.handle_gone(*node);
+                            watch.progress.handle_gone(*node);
                         }
                     }
                 }
@@ -291,6 +296,13 @@ impl Coordinator {
             if !nodes.is_empty() {
                 return self.lose(id, nodes, divergence.detail, None);
             }
+        }
+        let stalled = watch.progress.evaluate(now, job);
+        if !stalled.is_empty() {
+            for Stalled { node, cause, detail } in stalled {
+                self.lose(id, vec![(node, cause)], detail, None);
+            }
+            return;
         }
         if let Some(decision) = watch.formation.evaluate(now, job, &watch.reports) {
             let id = id.clone();

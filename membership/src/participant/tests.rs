@@ -26,6 +26,8 @@ fn join() -> Join {
             max_members: 4,
             total_steps: None,
             checkpoint_every: None,
+            hang_timeout: None,
+            pause_timeout: None,
         },
         address: Address { socket: address(9), certificate: Digest::default() },
         host: "host".to_owned(),
@@ -37,11 +39,8 @@ fn join() -> Join {
 
 fn heartbeat() -> Heartbeat {
     Heartbeat {
-        entered: None,
-        lineage: Lineage(0),
-        applied: vec![],
         phase: Phase::Joining,
-        progress: 0,
+        ..Heartbeat::default()
     }
 }
 

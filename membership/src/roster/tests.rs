@@ -27,6 +27,8 @@ fn join(job: &str, node: u64) -> Command {
             max_members: 4,
             total_steps: Some(Step(10)),
             checkpoint_every: Some(Duration::from_secs(1)),
+            hang_timeout: None,
+            pause_timeout: None,
         },
         address: Address { socket: "127.0.0.1:1".parse().unwrap(), certificate: Digest::default() },
         host: "host".to_owned(),

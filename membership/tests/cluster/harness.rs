@@ -533,7 +533,7 @@ impl Cluster {
         for message in std::mem::take(&mut worker.to_say) {
             client.participant.request(now, message).unwrap();
         }
-        client.participant.set_heartbeat(now, worker.heartbeat());
+        client.participant.set_heartbeat(now, worker.heartbeat(now));
         self.drain_client(id);
     }
 
@@ -585,6 +585,8 @@ pub(crate) fn spec(job: &str, members: (u32, u32, u32)) -> JobSpec {
         max_members: members.2,
         total_steps: None,
         checkpoint_every: None,
+        hang_timeout: None,
+        pause_timeout: None,
     }
 }
 

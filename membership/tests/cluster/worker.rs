@@ -67,7 +67,7 @@ impl Worker {
         }
     }
 
-    pub(crate) fn heartbeat(&self) -> Heartbeat {
+    pub(crate) fn heartbeat(&self, now: Timestamp) -> Heartbeat {
         let boundary = self.boundary.map_or(0, |b| b.0);
         let first = boundary.saturating_sub(3).max(self.first_boundary());
         let applied =
@@ -85,6 +85,8 @@ impl Worker {
             applied: applied.unwrap_or_default(),
             phase,
             progress: self.progress,
+            pulse: now.0,
+            ..Heartbeat::default()
         }
     }
 

@@ -14,7 +14,7 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use collectives::{ChunkLayout, LeafReport, OperationAction};
-use membership::{Heartbeat, Intent, ParticipantEvent, Phase, Release};
+use membership::{Heartbeat, Intent, ParticipantEvent, Phase, Release, Turn};
 use serde_json::json;
 use storage::{Layout, StateDigest, StatePieces, Store};
 use tokio::sync::{mpsc, oneshot};
@@ -31,6 +31,7 @@ use crate::settings::Settings;
 use crate::state_copy::StateCopy;
 use crate::step_cycle::{Action, Envelope, PeerFrame, StepCycle, Verdict};
 use crate::trace::Trace;
+use crate::turn::TurnKeeper;
 
 /// What reaches the engine.
 #[derive(Debug)]
@@ -158,7 +159,7 @@ pub(crate) struct Engine {
     unreachable_since: Option<Timestamp>,
     idle_since: Timestamp,
     joined: bool,
-    progress: u64,
+    turn: TurnKeeper,
     seen_generation: Option<types::Generation>,
     step_began: Option<Timestamp>,
     /// The sign of life that was given last, and when.
@@ -197,7 +198,7 @@ impl Engine {
             unreachable_since: None,
             idle_since: clock::now(),
             joined: parts.control.is_none(),
-            progress: 0,
+            turn: TurnKeeper::new(),
             seen_generation: None,
             step_began: None,
             told: None,
@@ -317,7 +318,7 @@ impl Engine {
                 self.handle_load_failed(reason, is_incompatible);
             }
             UserInput::Applied { boundary, digest } => {
-                self.progress += 1;
+                self.turn.advance();
                 if let Some(began) = self.step_began.take() {
                     self.parts
                         .metrics
@@ -330,14 +331,20 @@ impl Engine {
                 self.buffers.advance();
                 self.parts.trace.event("applied", json!({"boundary": boundary, "digest": digest}));
             }
-            UserInput::Waiting => self.is_user_waiting = true,
+            UserInput::Waiting => {
+                self.is_user_waiting = true;
+                self.turn.give(Turn::Waiting);
+            }
             UserInput::Staged { intent, digest, extra, segments } => {
                 self.handle_staged(intent, digest, extra, segments);
             }
             UserInput::Copied { digest, extra, pieces } => self.send_state(digest, &extra, &pieces),
-            UserInput::Rank { step, reply } => self.wish = Some((step, reply)),
+            UserInput::Rank { step, reply } => {
+                self.wish = Some((step, reply));
+                self.turn.give(Turn::Waiting);
+            }
             UserInput::Leaf { step, rank, gradients, report } => {
-                self.progress += 1;
+                self.turn.end_leaf(clock::now());
                 let chunks = self.cycle.handle_leaf(step, rank);
                 self.buffers.put_leaf(step, rank, &chunks, (&gradients, &report));
                 self.parts.metrics.leaves.inc();
@@ -439,7 +446,7 @@ impl Engine {
                 }
                 Action::Adopted { generation } => {
                     let world = self.cycle.world().map(ToString::to_string).unwrap_or_default();
-                    self.progress += 1;
+                    self.turn.advance();
                     self.parts.trace.event(
                         "world",
                         json!({"generation": generation, "step": self.cycle.applied()}),
@@ -447,7 +454,7 @@ impl Engine {
                     tracing::info!(%world, "world adopted");
                 }
                 Action::Ready { step } => {
-                    self.progress += 1;
+                    self.turn.advance();
                     self.parts.trace.event("final", json!({"step": step}));
                 }
                 Action::Excluded { generation } => {
@@ -521,15 +528,19 @@ impl Engine {
         };
         let applied: Vec<(Step, Digest)> = self.cycle.digests().collect();
         let newest = applied.len().saturating_sub(Heartbeat::APPLIED_MAX);
+        let now = clock::now();
         let heartbeat = Heartbeat {
             entered: self.cycle.entered(),
             lineage: self.cycle.lineage().unwrap_or_default(),
             applied: applied[newest..].to_vec(),
             phase,
-            progress: self.progress,
+            turn: self.turn.turn,
+            progress: self.turn.progress,
+            pulse: self.turn.pulse,
+            longest_leaf: self.turn.longest_leaf(),
+            cut_off: self.turn.cut_off(now, self.parts.settings.recovery_target / 2),
         };
         // A step of a millisecond would wake the control thread all the time for what it says a few times a second.
-        let now = clock::now();
         if let Some((told, at)) = &self.told {
             let is_same = *told == heartbeat;
             let is_news = told.entered != heartbeat.entered
@@ -546,6 +557,11 @@ impl Engine {
     }
 
     fn handle_tick(&mut self) {
+        self.turn.pulse += 1;
+        if let Some(peers) = &self.parts.peers {
+            let listed = self.cycle.peers().into_keys();
+            self.turn.handle_links(clock::now(), listed, |node| peers.is_linked(node));
+        }
         if !self.cycle.is_member()
             && let Some((node, frame)) = self.cycle.missing_finals()
         {

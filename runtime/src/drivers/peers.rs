@@ -47,6 +47,11 @@ impl PeersHandle {
         let _ = self.commands.send(Command::SetPeers(peers));
     }
 
+    /// Whether there is a link to this node.
+    pub(crate) fn is_linked(&self, node: NodeId) -> bool {
+        self.doors.lock().unwrap_or_else(PoisonError::into_inner).contains_key(&node)
+    }
+
     /// Sends a frame, or drops it if there is no link.
     pub(crate) fn send(&self, to: NodeId, lane: Lane, frame: Frame) {
         let doors = self.doors.lock().unwrap_or_else(PoisonError::into_inner);

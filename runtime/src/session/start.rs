@@ -199,6 +199,8 @@ fn job_spec(settings: &Settings) -> JobSpec {
         max_members: settings.members.max,
         total_steps: settings.total_steps,
         checkpoint_every: settings.checkpoint.as_ref().map(|_| settings.checkpoint_every),
+        hang_timeout: settings.hang_timeout,
+        pause_timeout: settings.pause_timeout,
     }
 }
 

@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use bytes::Bytes;
-use membership::Release;
+use membership::{Release, Turn};
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 use storage::StateDigest;
@@ -38,6 +38,8 @@ impl Engine {
             self.is_user_waiting = false;
             self.is_loading = matches!(order, Order::Restore { .. } | Order::Load { .. });
             self.idle_since = clock::now();
+            let is_step = matches!(order, Order::Step { .. });
+            self.turn.give(if is_step { Turn::Leaf } else { Turn::Between });
             let _ = self.parts.orders.send(order);
         }
     }
@@ -64,11 +66,21 @@ impl Engine {
                 self.parts.trace.event("recompute", json!({"step": step, "rank": rank}));
             }
             RankReply::Compute(rank)
+        } else if let Some(rank) = self.cycle.owed() {
+            self.failure.get_or_insert(Error::Usage(format!(
+                "virtual rank {rank} of step {step} was given out and its leaf never came: contribute it before asking for the next"
+            )));
+            self.void_step = Some(step);
+            RankReply::Void
         } else {
             self.wish = Some((step, reply));
             return;
         };
         self.idle_since = clock::now();
+        match answer {
+            RankReply::Compute(_) => self.turn.begin_leaf(self.idle_since),
+            RankReply::Final | RankReply::Void => self.turn.give(Turn::Between),
+        }
         let _ = reply.send(answer);
     }
 
