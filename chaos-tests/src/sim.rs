@@ -461,8 +461,12 @@ impl Sim {
                 self.follow(node);
             }
             Happening::Tick(node) => {
-                let linked: BTreeSet<NodeId> =
-                    self.links.iter().filter(|(_, up)| **up).filter_map(|(pair, _)| other(*pair, node)).collect();
+                let linked: BTreeSet<NodeId> = self
+                    .links
+                    .iter()
+                    .filter(|(_, up)| **up)
+                    .filter_map(|(pair, _)| other(*pair, node))
+                    .collect();
                 if let Some(worker) = self.awake(node) {
                     worker.turn.pulse += 1;
                     let peers = worker.node.cycle.peers().into_keys();
@@ -602,7 +606,8 @@ impl Sim {
         }
         if !self.is_finished {
             // Who hangs is replaced by others, which wait for it until the leader takes it out.
-            let well = self.workers.values().filter(|w| w.is_running() && !w.is_hung).count() as u64;
+            let well =
+                self.workers.values().filter(|w| w.is_running() && !w.is_hung).count() as u64;
             let needed = u64::from(self.plan.min_members).saturating_sub(well);
             for _ in 0..needed.max(u64::from(well == 0)) {
                 self.push(Duration::ZERO, Happening::Spawn);

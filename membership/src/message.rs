@@ -230,10 +230,7 @@ impl Cause {
     /// Whether the coordinators found it, so that the process may live on without knowing.
     #[must_use]
     pub fn is_verdict(self) -> bool {
-        matches!(
-            self,
-            Self::Silent | Self::Hung | Self::CutOff | Self::Diverged | Self::Orphaned
-        )
+        matches!(self, Self::Silent | Self::Hung | Self::CutOff | Self::Diverged | Self::Orphaned)
     }
 }
 

@@ -16,10 +16,10 @@
 //!
 //! Deliberately not here: silence (see `detector`), and what becomes of a verdict.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
-use types::{NodeId, Timestamp, World};
+use types::{NodeId, Timestamp};
 
 use crate::config::Timing;
 use crate::job::Job;
@@ -106,23 +106,19 @@ impl Progress {
         if elapsed > self.timing.heartbeat() + self.timing.stall() {
             self.forgive(elapsed);
         }
-        let Some(world) = job.world().filter(|_| !job.nodes().is_empty()) else {
-            return Vec::new();
-        };
-        let hung = self.hung(now, job, world);
-        if hung.is_empty() { self.cut_off(now, job, world).into_iter().collect() } else { hung }
+        let members = members(job);
+        let hung = self.hung(now, job, &members);
+        if hung.is_empty() { self.cut_off(now, &members).into_iter().collect() } else { hung }
     }
 
-    fn hung(&self, now: Timestamp, job: &Job, world: &World) -> Vec<Stalled> {
+    fn hung(&self, now: Timestamp, job: &Job, members: &[NodeId]) -> Vec<Stalled> {
         let hang = job.spec().hang_timeout.unwrap_or(self.timing.hang());
         let pause = job.spec().pause_timeout.unwrap_or(self.timing.pause()).max(hang);
         let longest = self.workers.values().filter_map(|w| w.longest_leaf).max();
         let leaf = longest.map_or(pause, |leaf| (leaf * LEAVES).max(hang));
         let waits = |w: &Watched| w.turn == Turn::Waiting && now.since(w.turn_since) >= hang;
-        let is_awaited =
-            job.nodes().keys().any(|node| self.workers.get(node).is_some_and(waits));
+        let is_awaited = job.nodes().keys().any(|node| self.workers.get(node).is_some_and(waits));
         let patience = if is_awaited { 1 } else { ALONE };
-        let members = world.nodes().filter(|node| job.is_living(*node));
         let stalled = |node: NodeId| {
             let worker = self.workers.get(&node)?;
             let still = now.since(worker.pulse_since);
@@ -144,35 +140,31 @@ impl Progress {
                 (node, format!("{what} for {}{longest}", seconds(held)))
             })
         };
-        members
-            .filter_map(stalled)
-            .map(|(node, detail)| Stalled { node, cause: Cause::Hung, detail })
-            .collect()
+        let stalled = members.iter().copied().filter_map(stalled);
+        stalled.map(|(node, detail)| Stalled { node, cause: Cause::Hung, detail }).collect()
     }
 
-    fn cut_off(&self, now: Timestamp, job: &Job, world: &World) -> Option<Stalled> {
+    fn cut_off(&self, now: Timestamp, members: &[NodeId]) -> Option<Stalled> {
         let after = self.timing.suspicion();
-        let members: Vec<(usize, NodeId)> =
-            world.nodes().enumerate().filter(|(_, node)| job.is_living(*node)).collect();
         // Nothing is broken as long as steps go on.
         let has_turn = |w: &Watched| w.turn != Turn::Waiting || now.since(w.turn_since) < after;
-        if members.iter().any(|(_, node)| self.workers.get(node).is_none_or(has_turn)) {
+        if members.iter().any(|node| self.workers.get(node).is_none_or(has_turn)) {
             return None;
         }
         let says = |a: NodeId, b: NodeId| {
             let since = self.workers.get(&a).and_then(|w| w.cut_off.get(&b));
             since.is_some_and(|since| now.since(*since) >= after)
         };
-        let blamed_by = |b: NodeId| members.iter().filter(move |(_, a)| says(*a, b)).count();
-        let missed = |(rank, b): &(usize, NodeId)| {
-            let others = members.iter().filter(|(_, a)| {
-                (says(*a, *b) && (says(*b, *a) || blamed_by(*b) >= 2))
-                    || (says(*b, *a) && blamed_by(*a) >= 2)
+        let blamed_by = |b: NodeId| members.iter().filter(|a| says(**a, b)).count();
+        let missed = |(rank, b): (usize, &NodeId)| {
+            let others = members.iter().filter(|a| {
+                (says(**a, *b) && (says(*b, **a) || blamed_by(*b) >= 2))
+                    || (says(*b, **a) && blamed_by(**a) >= 2)
             });
-            let others: Vec<NodeId> = others.map(|(_, a)| *a).collect();
-            Some((others.len(), *rank, *b, *others.first()?))
+            let others: Vec<NodeId> = others.copied().collect();
+            Some((others.len(), rank, *b, *others.first()?))
         };
-        let (_, _, node, other) = members.iter().filter_map(missed).max()?;
+        let (_, _, node, other) = members.iter().enumerate().filter_map(missed).max()?;
         let detail = format!("it and node {other} have not reached each other for {after:?}");
         Some(Stalled { node, cause: Cause::CutOff, detail })
     }
@@ -185,6 +177,14 @@ impl Progress {
             times.for_each(|since| *since = *since + pause);
         }
     }
+}
+
+/// The living members of all worlds that may still be in use, by rank, older worlds first: before a world serves, those of the former one are
+/// waited for.
+fn members(job: &Job) -> Vec<NodeId> {
+    let mut seen = BTreeSet::new();
+    let listed = job.worlds().flat_map(|world| world.nodes());
+    listed.filter(|node| job.is_living(*node) && seen.insert(*node)).collect()
 }
 
 fn seconds(duration: Duration) -> String {

@@ -52,6 +52,9 @@ pub struct TrainerConfig {
     /// Makes every leaf wait this long in addition, as for a GPU
     #[arg(long, value_name = "MS", default_value_t = Self::default().leaf_ms)]
     pub leaf_ms: u64,
+    /// The first worker that finds this file removes it and hangs for good in its leaf: to see what becomes of such a worker
+    #[arg(long, value_name = "FILE", hide = true)]
+    pub hang_file: Option<PathBuf>,
     /// Length of the text that the model writes at the end
     #[arg(long, value_name = "BYTES", default_value_t = Self::default().sample_bytes)]
     pub sample_bytes: usize,
@@ -145,6 +148,7 @@ impl Default for TrainerConfig {
             clip: 1.0,
             seed: 1,
             leaf_ms: 0,
+            hang_file: None,
             sample_bytes: 200,
         }
     }

@@ -13,6 +13,14 @@ use crate::{
     TrainerConfig, generate, printable, probe_digest,
 };
 
+/// Does nothing for good, as a program does that waits for itself.
+fn hang() -> ! {
+    tracing::warn!("this worker hangs from here on, as asked");
+    loop {
+        std::thread::park();
+    }
+}
+
 /// Trains until the job is over for this process. Lines about progress, the sample and the digest go to `out`, as text or JSON lines.
 ///
 /// # Errors
@@ -47,6 +55,9 @@ pub async fn train(
             let leaf = model.loss_and_gradients(state.state.parameters(), &batch)?;
             if !config.leaf_wait().is_zero() {
                 tokio::time::sleep(config.leaf_wait()).await;
+            }
+            if config.hang_file.as_ref().is_some_and(|file| std::fs::remove_file(file).is_ok()) {
+                hang();
             }
             step.report(rank, "loss", f64::from(leaf.loss));
             step.contribute(rank, &leaf.gradients).await?;

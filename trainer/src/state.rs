@@ -32,6 +32,7 @@ impl TrainState {
             config: TrainerConfig {
                 data: None,
                 leaf_ms: 0,
+                hang_file: None,
                 sample_bytes: TrainerConfig::default().sample_bytes,
                 ..config.clone()
             },

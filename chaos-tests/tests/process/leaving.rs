@@ -111,6 +111,29 @@ fn a_worker_that_is_stopped_for_good_is_replaced_and_keeps_nobody() -> anyhow::R
 }
 
 #[test]
+fn a_worker_that_hangs_while_its_heartbeats_go_on_is_named_and_replaced() -> anyhow::Result<()> {
+    play(|cluster| {
+        let trigger = cluster.folder().join("hang");
+        let path = trigger.display().to_string();
+        let job = Job::new(400).with_leaf_ms(10).with_training("--hang-file", &path);
+        let job = job.with_flags(&["--hang-timeout", "4s"]);
+        let undisturbed = cluster.undisturbed(&job)?;
+        let agent = cluster.start_agent(&job, Place::Standalone, 3)?;
+        step(cluster, 10)?;
+        let before = cluster.traces().alive();
+        std::fs::write(&trigger, "")?;
+        cluster.wait("another in its place", |traces| {
+            let alive = traces.alive();
+            let kept = alive.iter().filter(|worker| before.contains(worker)).count();
+            (alive.len() == 3 && kept == 2).then_some(())
+        })?;
+        let said = cluster.said(&agent)?;
+        ensure!(said.err.contains("hung: in one leaf for"), "its fault is not named: {}", said.err);
+        cluster.check_end(&undisturbed, &said)
+    })
+}
+
+#[test]
 fn workers_end_with_their_agent_and_others_go_on() -> anyhow::Result<()> {
     play(|cluster| {
         let flags = ["--expected-members", "4"];

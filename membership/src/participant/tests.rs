@@ -38,10 +38,7 @@ fn join() -> Join {
 }
 
 fn heartbeat() -> Heartbeat {
-    Heartbeat {
-        phase: Phase::Joining,
-        ..Heartbeat::default()
-    }
+    Heartbeat { phase: Phase::Joining, ..Heartbeat::default() }
 }
 
 fn participant(join: Option<Join>) -> Participant {
