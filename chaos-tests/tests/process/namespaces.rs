@@ -4,11 +4,56 @@ use std::net::IpAddr;
 use std::process::Command;
 
 use anyhow::{Context, bail, ensure};
-use ripstop_chaos::process::{Cluster, Job, Place, Signal, Traces, coordinator, play};
+use ripstop_chaos::process::{Cluster, Job, Place, Signal, Traces, Undisturbed, coordinator, play};
 
 #[test]
 fn hosts_with_addresses_of_their_own_lose_a_worker_and_keep_the_digest() -> anyhow::Result<()> {
-    if let Some(reason) = cannot() {
+    on_two_hosts(1, |cluster, network| {
+        let job = Job::new(150).with_leaf_ms(10).with_flags(&["--expected-members", "4"]);
+        let undisturbed = cluster.undisturbed(&job)?;
+        let world = start(cluster, network, &job)?;
+        let victim = world[3];
+        ensure!(cluster.signal_worker(victim, Signal::KILL)?, "worker {victim} was gone already");
+        cluster.wait("a new member in its place", |traces| {
+            let full = |(_, nodes): &(u64, &[u64])| nodes.len() == 4 && !nodes.contains(&victim);
+            traces.settled_world().filter(full).map(drop)
+        })?;
+        end(cluster, &undisturbed)
+    })
+}
+
+#[test]
+fn of_hosts_that_only_reach_the_coordinators_one_goes_on_and_the_other_comes_back()
+-> anyhow::Result<()> {
+    on_two_hosts(2, |cluster, network| {
+        let job = Job::new(300).with_leaf_ms(20).with_flags(&["--expected-members", "4"]);
+        let undisturbed = cluster.undisturbed(&job)?;
+        let world = start(cluster, network, &job)?;
+        network.forward(false)?;
+        let kept = &world[..2];
+        let at = cluster.wait("the higher ranks' host to be left out", |traces| {
+            traces.settled_world().filter(|(_, nodes)| *nodes == kept)?;
+            Some(traces.boundary())
+        })?;
+        cluster.wait("the others to go on", |traces| {
+            (traces.boundary() >= at + 20).then_some(())
+        })?;
+        let is_alone = cluster.traces().settled_world().is_some_and(|(_, nodes)| nodes == kept);
+        ensure!(is_alone, "somebody entered who can't reach the others");
+        network.forward(true)?;
+        cluster.wait("the left-out host's new workers", |traces| {
+            traces.settled_world().filter(|(_, nodes)| nodes.len() == 4).map(drop)
+        })?;
+        end(cluster, &undisturbed)
+    })
+}
+
+/// `number` tells the networks of tests apart that run at once.
+fn on_two_hosts(
+    number: u8,
+    body: impl FnOnce(&mut Cluster, &Network) -> anyhow::Result<()>,
+) -> anyhow::Result<()> {
+    if let Some(reason) = cannot(number) {
         if std::env::var_os("CI").is_some_and(|ci| ci == "true") {
             bail!("{reason}");
         }
@@ -16,22 +61,21 @@ fn hosts_with_addresses_of_their_own_lose_a_worker_and_keep_the_digest() -> anyh
         return Ok(());
     }
     play(|cluster| {
-        let network = Network::make()?;
-        on_two_hosts(cluster, &network)
+        let network = Network::make(number)?;
+        cluster.place_coordinators(&[network.router; 3])?;
+        body(cluster, &network)
     })
 }
 
-fn on_two_hosts(cluster: &mut Cluster, network: &Network) -> anyhow::Result<()> {
-    cluster.place_coordinators(&[network.router; 3])?;
-    let job = Job::new(150).with_leaf_ms(10).with_flags(&["--expected-members", "4"]);
-    let undisturbed = cluster.undisturbed(&job)?;
+/// Starts everything; returns the members in rank order, those of one host first.
+fn start(cluster: &mut Cluster, network: &Network, job: &Job) -> anyhow::Result<Vec<u64>> {
     for id in 1..=3 {
         let command = inside(&network.names[0], &cluster.coordinator_command(id));
         cluster.start(&coordinator(id), command)?;
     }
     cluster.wait("a leader of the coordinators", Traces::leader)?;
     for (name, agent) in network.names[1..].iter().zip(AGENTS) {
-        let command = cluster.agent_command(&job, Place::Coordinators, 2)?;
+        let command = cluster.agent_command(job, Place::Coordinators, 2)?;
         cluster.start(agent, inside(name, &command))?;
     }
     let world = cluster.wait("a world over both hosts, and steps in it", |traces| {
@@ -46,25 +90,23 @@ fn on_two_hosts(cluster: &mut Cluster, network: &Network) -> anyhow::Result<()> 
         agents[0] == agents[1] && agents[1] != agents[2] && agents[2] == agents[3],
         "members of agents {agents:?}"
     );
-    let victim = world[3];
-    ensure!(cluster.signal_worker(victim, Signal::KILL)?, "worker {victim} was gone already");
-    cluster.wait("a new member in its place", |traces| {
-        let full = |(_, nodes): &(u64, &[u64])| nodes.len() == 4 && !nodes.contains(&victim);
-        traces.settled_world().filter(full).map(drop)
-    })?;
+    Ok(world)
+}
+
+fn end(cluster: &mut Cluster, undisturbed: &Undisturbed) -> anyhow::Result<()> {
     let mut digests = Vec::new();
     for agent in AGENTS {
         let said = cluster.said(agent)?;
         ensure!(said.code == 0, "{agent} ended with code {}", said.code);
         digests.extend(said.digest().is_some().then_some(said));
     }
-    cluster.check_end(&undisturbed, digests.first().context("nobody printed a digest")?)
+    cluster.check_end(undisturbed, digests.first().context("nobody printed a digest")?)
 }
 
 const AGENTS: [&str; 2] = ["agent-a", "agent-b"];
 
 /// Why there can be no namespaces here.
-fn cannot() -> Option<String> {
+fn cannot(number: u8) -> Option<String> {
     if !rustix::process::geteuid().is_root() {
         return Some("network namespaces need root".to_owned());
     }
@@ -73,7 +115,7 @@ fn cannot() -> Option<String> {
         return Some("the program ip is missing: install the package iproute2".to_owned());
     }
     // Root in a container may lack the right to.
-    let probe = format!("ripstop-{}-probe", std::process::id());
+    let probe = format!("ripstop-{}-{number}-probe", std::process::id());
     let tried = ip(&["netns", "add", &probe]).and_then(|()| ip(&["netns", "delete", &probe]));
     tried.err().map(|error| format!("no network namespace can be made: {error:#}"))
 }
@@ -102,9 +144,9 @@ struct Network {
 }
 
 impl Network {
-    fn make() -> anyhow::Result<Self> {
-        let names =
-            ["router", "a", "b"].map(|name| format!("ripstop-{}-{name}", std::process::id()));
+    fn make(number: u8) -> anyhow::Result<Self> {
+        let process = std::process::id();
+        let names = ["router", "a", "b"].map(|name| format!("ripstop-{process}-{number}-{name}"));
         let mut network = Self { names: Vec::new(), router: "10.77.1.1".parse()? };
         for name in names {
             ip(&["netns", "add", &name])?;
@@ -126,8 +168,14 @@ impl Network {
             ip(&["-n", host, "link", "set", "lo", "up"])?;
             ip(&["-n", host, "route", "add", "default", "via", &format!("10.77.{number}.1")])?;
         }
-        ip(&["netns", "exec", router, "sh", "-c", "echo 1 > /proc/sys/net/ipv4/ip_forward"])?;
+        network.forward(true)?;
         Ok(network)
+    }
+
+    /// Whether the two hosts reach each other; both reach the router.
+    fn forward(&self, on: bool) -> anyhow::Result<()> {
+        let set = format!("echo {} > /proc/sys/net/ipv4/ip_forward", u8::from(on));
+        ip(&["netns", "exec", &self.names[0], "sh", "-c", &set])
     }
 }
 
