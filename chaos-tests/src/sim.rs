@@ -737,6 +737,7 @@ impl Sim {
                 job: self.job.clone(),
                 virtual_ranks: self.shape.v,
                 min_members: self.plan.min_members,
+                min_timeout: self.plan.steps.is_multiple_of(4).then_some(ms(3000)),
                 expected_members: (self.plan.workers as u32).min(self.plan.virtual_ranks),
                 max_members: self.plan.virtual_ranks,
                 total_steps: Some(self.shape.total),

@@ -69,6 +69,9 @@ pub(crate) struct RunArgs {
     /// With fewer members the job waits, its state in memory.
     #[arg(long, alias = "min_members", value_name = "N", default_value_t = 1)]
     min_members: u32,
+    /// After so long with fewer members all leave in good order, the state saved, with the exit code of --requeue-exit-code; without it the job waits however long.
+    #[arg(long, value_name = "DURATION", value_parser = parse_duration)]
+    min_timeout: Option<Duration>,
     /// The first world forms at once when so many have joined; MIN hosts' workers if not given.
     #[arg(long, value_name = "N")]
     expected_members: Option<u32>,
@@ -229,6 +232,7 @@ fn config(args: RunArgs) -> Result<AgentConfig, Error> {
         checkpoint_every: args.checkpoint_every,
         recovery_target: args.recovery_target,
         coordinator_timeout: args.coordinator_timeout,
+        min_timeout: args.min_timeout,
         hang_timeout: args.hang_timeout,
         pause_timeout: args.pause_timeout,
         listen,

@@ -25,6 +25,8 @@ pub struct JobSpec {
     pub virtual_ranks: VirtualRanks,
     /// Fewer living members than this make a held world.
     pub min_members: u32,
+    /// After so long with fewer, all leave in good order; `None`: the job waits, however long.
+    pub min_timeout: Option<Duration>,
     /// The first world forms as soon as this many have joined.
     pub expected_members: u32,
     /// More than this are hot spares.

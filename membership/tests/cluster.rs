@@ -173,6 +173,29 @@ fn below_the_minimum_the_job_holds_and_comes_back() {
 }
 
 #[test]
+fn below_the_minimum_for_too_long_all_leave_with_the_state_saved() {
+    let mut job = spec("demo", (2, 2, 8));
+    job.checkpoint_every = Some(S * 100);
+    job.min_timeout = Some(S * 10);
+    let (mut cluster, nodes) = training(&job, 2);
+    cluster.kill_worker(nodes[1]);
+    cluster.run(S * 9);
+    assert_eq!(cluster.worker(nodes[0]).released, None);
+    cluster.run_until(S * 5, "released", |c| c.worker(nodes[0]).released == Some(Release::Drained));
+    assert_eq!(cluster.machine().status().jobs[0].state, "stopped");
+    let committed = cluster.machine().roster().job(&job.job).unwrap().committed().unwrap().clone();
+    // Whoever waits for a first world is let go too, and the job can be taken up again.
+    cluster.kill_worker(nodes[0]);
+    let early = cluster.spawn(&job);
+    cluster.run_until(S * 14, "let go", |c| c.worker(early).released == Some(Release::Drained));
+    cluster.kill_worker(early);
+    let fresh = [cluster.spawn(&job), cluster.spawn(&job)];
+    cluster.run_until(S * 3, "a restart", |c| c.world(&job.job).lineage == Lineage(2));
+    assert_eq!(cluster.world(&job.job).start.as_ref().unwrap().step, committed.step);
+    goes_on(&mut cluster, &fresh, "steps go on");
+}
+
+#[test]
 fn a_level_spare_takes_the_place_of_the_dead() {
     let job = spec("demo", (1, 2, 2));
     let (mut cluster, nodes) = training(&job, 2);

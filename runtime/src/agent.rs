@@ -79,6 +79,8 @@ pub struct AgentConfig {
     pub recovery_target: Duration,
     /// How long coordinators may be silent where they are needed.
     pub coordinator_timeout: Duration,
+    /// How long the job waits below its minimum of members; `None`: however long.
+    pub min_timeout: Option<Duration>,
     /// The least time in one leaf, while others wait, that counts as a hang; `None`: from the recovery target.
     pub hang_timeout: Option<Duration>,
     /// The longest time outside of leaves while others wait; `None`: from the recovery target.
@@ -509,6 +511,7 @@ fn worker_environment(
         ("RIPSTOP_HOST".to_owned(), config.host.clone()),
     ]);
     let timeouts = [
+        ("RIPSTOP_MIN_TIMEOUT", config.min_timeout),
         ("RIPSTOP_HANG_TIMEOUT", config.hang_timeout),
         ("RIPSTOP_PAUSE_TIMEOUT", config.pause_timeout),
     ];

@@ -26,6 +26,7 @@ pub struct Settings {
     pub(crate) checkpoint_every: Duration,
     pub(crate) recovery_target: Duration,
     pub(crate) coordinator_timeout: Duration,
+    pub(crate) min_timeout: Option<Duration>,
     pub(crate) hang_timeout: Option<Duration>,
     pub(crate) pause_timeout: Option<Duration>,
     pub(crate) listen: IpAddr,
@@ -79,6 +80,7 @@ impl Settings {
             checkpoint_every: CHECKPOINT_EVERY_DEFAULT,
             recovery_target: RECOVERY_TARGET_DEFAULT,
             coordinator_timeout: COORDINATOR_TIMEOUT_DEFAULT,
+            min_timeout: None,
             hang_timeout: None,
             pause_timeout: None,
             listen: IpAddr::V4(Ipv4Addr::LOCALHOST),
@@ -128,7 +130,8 @@ impl Settings {
                     parse_duration(&text).map_err(|e| Error::Settings(format!("{name}: {e}")))?;
             }
         }
-        let timeouts: [(&str, &mut Option<Duration>); 2] = [
+        let timeouts: [(&str, &mut Option<Duration>); 3] = [
+            ("RIPSTOP_MIN_TIMEOUT", &mut settings.min_timeout),
             ("RIPSTOP_HANG_TIMEOUT", &mut settings.hang_timeout),
             ("RIPSTOP_PAUSE_TIMEOUT", &mut settings.pause_timeout),
         ];

@@ -134,6 +134,33 @@ fn a_worker_that_hangs_while_its_heartbeats_go_on_is_named_and_replaced() -> any
 }
 
 #[test]
+fn a_job_below_its_minimum_for_too_long_is_saved_and_leaves_with_75() -> anyhow::Result<()> {
+    play(|cluster| {
+        let mut flags = vec!["--min-members", "2", "--min-timeout", "2s"];
+        flags.extend(["--checkpoint", "checkpoints", "--checkpoint-every", "1h"]);
+        let job = Job::new(150).with_leaf_ms(5).with_flags(&flags);
+        let undisturbed = cluster.undisturbed(&job)?;
+        cluster.start_single_coordinator()?;
+        let doomed = cluster.start_agent(&job, Place::Coordinators, 1)?;
+        let agent = cluster.start_agent(&job, Place::Coordinators, 1)?;
+        step(cluster, 20)?;
+        cluster.kill(&doomed)?;
+        let said = cluster.said(&agent)?;
+        ensure!(said.code == 75, "the agent ended with code {}: {}", said.code, said.err);
+        let stood = cluster.traces().boundary();
+        ensure!(stood < job.steps(), "the job had ended before");
+        let saved = cluster.traces().checkpoint().context("nothing was saved")?;
+        ensure!(saved == stood, "saved {saved}, but it stood at {stood}");
+
+        let agents = [1, 1].map(|n| cluster.start_agent(&job, Place::Coordinators, n));
+        let [first, second] = agents;
+        let said = [cluster.said(&first?)?, cluster.said(&second?)?];
+        let digest = said.iter().find(|said| said.digest().is_some());
+        cluster.check_end(&undisturbed, digest.context("nobody printed a digest")?)
+    })
+}
+
+#[test]
 fn workers_end_with_their_agent_and_others_go_on() -> anyhow::Result<()> {
     play(|cluster| {
         let flags = ["--expected-members", "4"];

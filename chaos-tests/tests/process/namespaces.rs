@@ -35,9 +35,8 @@ fn of_hosts_that_only_reach_the_coordinators_one_goes_on_and_the_other_comes_bac
             traces.settled_world().filter(|(_, nodes)| *nodes == kept)?;
             Some(traces.boundary())
         })?;
-        cluster.wait("the others to go on", |traces| {
-            (traces.boundary() >= at + 20).then_some(())
-        })?;
+        cluster
+            .wait("the others to go on", |traces| (traces.boundary() >= at + 20).then_some(()))?;
         let is_alone = cluster.traces().settled_world().is_some_and(|(_, nodes)| nodes == kept);
         ensure!(is_alone, "somebody entered who can't reach the others");
         network.forward(true)?;

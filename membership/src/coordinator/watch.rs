@@ -11,8 +11,8 @@ use crate::config::Timing;
 use crate::coordinator::{Action, Coordinator};
 use crate::detector::Detector;
 use crate::formation::{Decision, Formation};
-use crate::job::Stage;
-use crate::message::{Cause, FromCoordinator};
+use crate::job::{Job, Stage};
+use crate::message::{Cause, FromCoordinator, JobSpec};
 use crate::peer::{ConnectionKey, Role};
 use crate::progress::{Progress, Stalled};
 use crate::reports::Reports;
@@ -48,6 +48,7 @@ impl Leading {
             checkpointing: Checkpointing::new(timing),
             reports: Reports::default(),
             progress: Progress::new(timing, now),
+            below_since: None,
             busy: BTreeSet::new(),
             entering: None,
             losing: BTreeSet::new(),
@@ -62,10 +63,33 @@ pub(super) struct JobWatch {
     pub(super) checkpointing: Checkpointing,
     pub(super) reports: Reports,
     pub(super) progress: Progress,
+    /// Since when fewer than the minimum are there.
+    pub(super) below_since: Option<Timestamp>,
     /// Decisions that are on their way into the log: one of a kind at a time.
     pub(super) busy: BTreeSet<Topic>,
     pub(super) entering: Option<Generation>,
     pub(super) losing: BTreeSet<NodeId>,
+}
+
+impl JobWatch {
+    /// The end of a job that was too long below its minimum: all leave in good order.
+    fn give_up(&mut self, now: Timestamp, job: &Job) -> Option<Command> {
+        let JobSpec { min_members, min_timeout, .. } = *job.spec();
+        let staying: Vec<NodeId> =
+            job.nodes().keys().copied().filter(|node| !job.is_draining(*node)).collect();
+        let is_below = !staying.is_empty() && staying.len() < min_members as usize;
+        if !is_below || job.stage() == Stage::Finished {
+            self.below_since = None;
+            return None;
+        }
+        let since = *self.below_since.get_or_insert(now);
+        let timeout = min_timeout.filter(|timeout| now.since(since) >= *timeout)?;
+        self.below_since = None;
+        let few = staying.len();
+        let reason =
+            format!("{few} of at least {min_members} members for {timeout:?} (--min-timeout)");
+        Some(Command::Drain { job: job.spec().job.clone(), nodes: staying, reason })
+    }
 }
 
 /// Kinds of decisions of which one at a time is on its way.
@@ -303,6 +327,9 @@ impl Coordinator {
                 self.lose(id, vec![(node, cause)], detail, None);
             }
             return;
+        }
+        if let Some(command) = watch.give_up(now, job) {
+            return self.decide(id.clone(), Topic::World, command);
         }
         if let Some(decision) = watch.formation.evaluate(now, job, &watch.reports) {
             let id = id.clone();

@@ -22,6 +22,7 @@ fn join() -> Join {
             job: JobId::new("demo").unwrap(),
             virtual_ranks: VirtualRanks::new(8).unwrap(),
             min_members: 1,
+            min_timeout: None,
             expected_members: 2,
             max_members: 4,
             total_steps: None,

@@ -31,6 +31,7 @@ impl Watch {
             job: id(),
             virtual_ranks: VirtualRanks::new(4).unwrap(),
             min_members: 1,
+            min_timeout: None,
             expected_members: 4,
             max_members: 4,
             total_steps: None,

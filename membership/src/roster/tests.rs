@@ -23,6 +23,7 @@ fn join(job: &str, node: u64) -> Command {
             job: id(job),
             virtual_ranks: VirtualRanks::new(4).unwrap(),
             min_members: 1,
+            min_timeout: None,
             expected_members: 2,
             max_members: 4,
             total_steps: Some(Step(10)),

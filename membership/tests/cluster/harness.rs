@@ -581,6 +581,7 @@ pub(crate) fn spec(job: &str, members: (u32, u32, u32)) -> JobSpec {
         job: JobId::new(job).unwrap(),
         virtual_ranks: VirtualRanks::new(16).unwrap(),
         min_members: members.0,
+        min_timeout: None,
         expected_members: members.1,
         max_members: members.2,
         total_steps: None,

@@ -195,6 +195,7 @@ fn job_spec(settings: &Settings) -> JobSpec {
         job: settings.job.clone(),
         virtual_ranks: settings.virtual_ranks,
         min_members: settings.members.min,
+        min_timeout: settings.min_timeout,
         expected_members: settings.members.expected,
         max_members: settings.members.max,
         total_steps: settings.total_steps,
