@@ -35,6 +35,11 @@ pub enum Fault {
         /// When it comes back.
         down_ms: u64,
     },
+    /// A coordinator loses its disk, comes back with an empty one, and is replaced by an operator's word, unless another one did before.
+    LoseDisk {
+        /// When it comes back.
+        down_ms: u64,
+    },
     /// Two coordinators do not hear each other.
     CutCoordinators {
         /// For how long.
@@ -145,7 +150,8 @@ impl Plan {
             38..48 => Fault::Freeze { ms: rng.within(20, 2500) },
             48..56 => Fault::Drain,
             56..72 => Fault::Join,
-            72..82 => Fault::KillCoordinator { down_ms: rng.within(50, 3000) },
+            72..80 => Fault::KillCoordinator { down_ms: rng.within(50, 3000) },
+            80..82 => Fault::LoseDisk { down_ms: rng.within(50, 3000) },
             82..87 => Fault::CutCoordinators { ms: rng.within(50, 2500) },
             87..92 => Fault::BreakLink { ms: rng.within(5, 800) },
             92..95 => Fault::CutControl { ms: rng.within(50, 3000) },

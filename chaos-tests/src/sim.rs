@@ -137,21 +137,56 @@ enum Happening {
     Fault(Fault),
     StartSeat(u64),
     Heal(u64, u64),
-    Raft { from: u64, to: u64, bytes: Bytes },
-    Persisted { seat: u64, incarnation: u64, number: u64 },
-    Up { client: Client, key: ConnectionKey, seat: u64 },
-    Down { client: Client, key: ConnectionKey },
-    ToCoordinator { link: ConnectionKey, message: ToCoordinator },
-    ToClient { link: ConnectionKey, message: FromCoordinator },
+    Raft {
+        from: u64,
+        to: u64,
+        bytes: Bytes,
+    },
+    Persisted {
+        seat: u64,
+        incarnation: u64,
+        number: u64,
+    },
+    Up {
+        client: Client,
+        key: ConnectionKey,
+        seat: u64,
+    },
+    Down {
+        client: Client,
+        key: ConnectionKey,
+    },
+    ToCoordinator {
+        link: ConnectionKey,
+        message: ToCoordinator,
+    },
+    ToClient {
+        link: ConnectionKey,
+        message: FromCoordinator,
+    },
     Link(NodeId, NodeId),
-    Frame { from: NodeId, to: NodeId, frame: PeerFrame, body: Body },
+    Frame {
+        from: NodeId,
+        to: NodeId,
+        frame: PeerFrame,
+        body: Body,
+    },
     Done(NodeId),
     Tick(NodeId),
     Thaw(NodeId),
     Report(NodeId, Cause),
-    Uploaded { node: NodeId, intent: Intent, digest: Digest },
-    Published { node: NodeId, intent: Intent },
+    Uploaded {
+        node: NodeId,
+        intent: Intent,
+        digest: Digest,
+    },
+    Published {
+        node: NodeId,
+        intent: Intent,
+    },
     Spawn,
+    /// An operator says that a coordinator's disk is lost for good.
+    Replace(u64),
     Quiet,
 }
 
@@ -485,6 +520,7 @@ impl Sim {
             Happening::Uploaded { node, intent, digest } => self.uploaded(node, &intent, digest),
             Happening::Published { node, intent } => self.published(node, &intent),
             Happening::Spawn => self.enrol(),
+            Happening::Replace(id) => self.replace(id),
             Happening::Quiet => self.quiet(),
         }
     }
@@ -565,6 +601,22 @@ impl Sim {
                 if let Some(id) = self.chance.pick(&up) {
                     self.kill_seat(id);
                     self.push(ms(down_ms), Happening::StartSeat(id));
+                }
+            }
+            Fault::LoseDisk { down_ms } => {
+                // A majority keeps its disks, else all is lost; and a seat is not known at once.
+                let is_seated = |id: &u64| {
+                    let known = |seat: &Seat| seat.machine.as_ref()?.roster().seat(*id);
+                    self.seats.values().all(|seat| known(seat) == Some(seat_disk(&self.seats, *id)))
+                };
+                let ids: Vec<u64> = self.seats.keys().copied().filter(is_seated).collect();
+                if ids.len() == 3
+                    && let Some(id) = self.chance.pick(&ids)
+                {
+                    self.kill_seat(id);
+                    self.lose_disk(id);
+                    self.push(ms(down_ms), Happening::StartSeat(id));
+                    self.push(ms(down_ms + 1000), Happening::Replace(id));
                 }
             }
             Fault::CutCoordinators { ms: time } => {
@@ -664,6 +716,43 @@ impl Sim {
     fn break_link(&mut self, a: NodeId, b: NodeId) {
         let is_between = |h: &Happening| matches!(h, Happening::Frame { from, to, .. } if (*from.min(to), *from.max(to)) == (a, b));
         self.queue.retain(|_, happening| !is_between(happening));
+    }
+
+    fn lose_disk(&mut self, id: u64) {
+        self.trace(format!("coordinator {id} loses its disk"));
+        let (seed, voters) = (self.seat(id).config.seed(), self.seat(id).config.voters().clone());
+        let disk = self.seat(id).config.disk() + 1000;
+        let builder = Config::builder(id, voters).recovery_target(TARGET).seed(seed).disk(disk);
+        let seat = self.seat(id);
+        seat.config = builder.build().expect("it was allowed before");
+        seat.disk = RecoveredLog::default();
+    }
+
+    fn replace(&mut self, id: u64) {
+        let (now, disk) = (self.now, seat_disk(&self.seats, id));
+        let is_done = |seat: &Seat| {
+            seat.machine
+                .as_ref()
+                .is_some_and(|m| m.is_leader() && m.roster().seat(id) == Some(disk))
+        };
+        if self.seats.values().any(is_done) {
+            return;
+        }
+        // Asked again until it is done: leaders change.
+        self.push(ms(500), Happening::Replace(id));
+        for leader in self.seats.keys().copied().collect::<Vec<_>>() {
+            self.next += 1;
+            let key = ConnectionKey(self.next);
+            let peer = Peer { key, role: Role::Operator, node: NodeId(0), job: None };
+            let Some(machine) = self.seat(leader).machine.as_mut().filter(|m| m.is_leader()) else {
+                continue;
+            };
+            machine.handle_connected(now, peer.clone());
+            let message = ToCoordinator::Replace { coordinator: id, sequence: 1 };
+            machine.handle_message(now, now.0 / 1_000_000, &peer, message);
+            machine.handle_disconnected(now, key);
+            self.drain_seat(leader);
+        }
     }
 
     fn kill_seat(&mut self, id: u64) {
@@ -1007,6 +1096,10 @@ impl Sim {
                 return;
             };
             match action {
+                Action::LostSeat { disk } => {
+                    self.trace(format!("coordinator {id} is known by disk {disk}"))
+                }
+                Action::FoundSeat => self.trace(format!("coordinator {id} has its seat again")),
                 Action::Persist { number, write, sync } => {
                     seat.unsynced.push_back(Written { number, write, is_synced: sync });
                     let mut after = Duration::from_micros(self.network.within(200, 6000));
@@ -1179,6 +1272,11 @@ fn load(store: &Store, shape: Shape, start: &Start) -> TrainState {
             store.get(manifest).cloned().expect("a committed checkpoint is in the store")
         }
     }
+}
+
+/// The disk that a coordinator has now.
+fn seat_disk(seats: &BTreeMap<u64, Seat>, id: u64) -> u128 {
+    seats[&id].config.disk()
 }
 
 /// The other one of a pair.

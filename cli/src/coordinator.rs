@@ -7,19 +7,47 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use anyhow::Context;
-use clap::Args;
+use clap::{Args, Subcommand};
 use ripstop::{CoordinatorConfig, CoordinatorHandle, Error};
 
-/// Run one coordinator.
+use crate::status::ClusterArgs;
+use crate::{OutputFormat, print};
+
+/// Run one coordinator, or change the set of them.
 #[derive(Debug, Args)]
+#[command(args_conflicts_with_subcommands = true, subcommand_negates_reqs = true)]
 pub(crate) struct CoordinatorArgs {
+    #[command(subcommand)]
+    command: Option<Change>,
+    #[command(flatten)]
+    process: Option<ProcessArgs>,
+}
+
+/// What can be done to a running set.
+#[derive(Debug, Subcommand)]
+enum Change {
+    /// Give a coordinator whose disk is lost for good its seat again, on the empty disk that it was started with.
+    Replace(ReplaceArgs),
+}
+
+#[derive(Debug, Args)]
+struct ReplaceArgs {
+    /// Its id among the peers. Start it with an empty --data-dir first.
+    #[arg(value_name = "ID")]
+    id: u64,
+    #[command(flatten)]
+    cluster: ClusterArgs,
+}
+
+#[derive(Debug, Args)]
+struct ProcessArgs {
     /// Its id among the peers.
     #[arg(long, value_name = "N", default_value_t = 1)]
     id: u64,
     /// All coordinators with their addresses, this one included: 1=host:29700,2=host:29700,3=host:29700. The same list on all of them.
     #[arg(long, value_name = "LIST")]
     peers: String,
-    /// Where its log lives. A lost folder needs a new coordinator id.
+    /// Where its log lives. If it is lost for good: start with an empty folder, then `ripstop coordinator replace ID`.
     #[arg(long, value_name = "DIR")]
     data_dir: PathBuf,
     /// The folder made by `ripstop certs init`; needed at the first start, then kept in the data folder.
@@ -39,7 +67,28 @@ pub(crate) struct CoordinatorArgs {
     trace_dir: Option<PathBuf>,
 }
 
-pub(crate) fn run(args: CoordinatorArgs) -> anyhow::Result<ExitCode> {
+pub(crate) fn run(args: CoordinatorArgs, output: OutputFormat) -> anyhow::Result<ExitCode> {
+    match (args.command, args.process) {
+        (Some(Change::Replace(args)), _) => replace(args, output),
+        (None, Some(args)) => serve(args),
+        (None, None) => Err(Error::Usage("give --peers and --data-dir".to_owned()).into()),
+    }
+}
+
+fn replace(args: ReplaceArgs, output: OutputFormat) -> anyhow::Result<ExitCode> {
+    let id = args.id;
+    let mut client = args.cluster.client_to_change()?;
+    crate::block_on(client.replace_coordinator(id))??;
+    match output {
+        OutputFormat::Json => {
+            print(&serde_json::json!({"coordinator": id, "replaced": true}).to_string())
+        }
+        OutputFormat::Text => print(&format!("coordinator {id} has its seat")),
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+fn serve(args: ProcessArgs) -> anyhow::Result<ExitCode> {
     let voters = parse_peers(&args.peers)?;
     let own = voters.get(&args.id).copied().ok_or_else(|| {
         Error::Settings(format!(

@@ -106,7 +106,7 @@ fn main() -> ExitCode {
     ripstop::logging::start(format, level);
     let result = match cli.command {
         Command::Run(args) => run::run(*args),
-        Command::Coordinator(args) => coordinator::run(args),
+        Command::Coordinator(args) => coordinator::run(args, cli.output),
         Command::Status(args) => status::run(args, cli.output),
         Command::Events(args) => events::run(args, cli.output),
         Command::Drain(args) => status::drain(args, cli.output),

@@ -26,6 +26,15 @@ pub enum Command {
         /// The coordinator.
         coordinator: u64,
     },
+    /// This disk holds a coordinator's seat from now on.
+    Seat {
+        /// The coordinator.
+        coordinator: u64,
+        /// The disk that its log is on.
+        disk: u128,
+        /// The disk that held the seat before: if it is another one by now, the command is stale.
+        replaces: Option<u128>,
+    },
     /// Use a join token once; allocates a node id.
     UseToken {
         /// The token's name.

@@ -11,12 +11,14 @@ pub struct Config {
     voters: BTreeMap<u64, SocketAddr>,
     timing: Timing,
     seed: u64,
+    disk: u128,
 }
 
 impl Config {
     /// Starts a configuration of the coordinator `id` among all `voters`, itself included, and where they listen.
     pub fn builder(id: u64, voters: BTreeMap<u64, SocketAddr>) -> ConfigBuilder {
-        ConfigBuilder { id, voters, recovery_target: Timing::DEFAULT_TARGET, seed: id }
+        let disk = u128::from(id);
+        ConfigBuilder { id, voters, recovery_target: Timing::DEFAULT_TARGET, seed: id, disk }
     }
 
     /// This coordinator.
@@ -42,6 +44,12 @@ impl Config {
     pub fn seed(&self) -> u64 {
         self.seed
     }
+
+    /// Names the disk that its log is on.
+    #[must_use]
+    pub fn disk(&self) -> u128 {
+        self.disk
+    }
 }
 
 /// Collects a [`Config`].
@@ -52,6 +60,7 @@ pub struct ConfigBuilder {
     voters: BTreeMap<u64, SocketAddr>,
     recovery_target: Duration,
     seed: u64,
+    disk: u128,
 }
 
 impl ConfigBuilder {
@@ -67,12 +76,18 @@ impl ConfigBuilder {
         self
     }
 
+    /// Default: the id. The random name of the log: another one under the same id is a coordinator that lost its disk.
+    pub fn disk(mut self, disk: u128) -> Self {
+        self.disk = disk;
+        self
+    }
+
     /// Checks it.
     ///
     /// # Errors
     /// The first setting that can't work.
     pub fn build(self) -> Result<Config, ConfigError> {
-        let Self { id, voters, recovery_target, seed } = self;
+        let Self { id, voters, recovery_target, seed, disk } = self;
         if id == 0 || voters.contains_key(&0) {
             return Err(ConfigError::ZeroId);
         }
@@ -85,7 +100,7 @@ impl ConfigBuilder {
         if !matches!(voters.len(), 1 | 3 | 5 | 7) {
             return Err(ConfigError::Voters { count: voters.len() });
         }
-        Ok(Config { id, voters, timing: Timing::new(recovery_target)?, seed })
+        Ok(Config { id, voters, timing: Timing::new(recovery_target)?, seed, disk })
     }
 }
 

@@ -308,6 +308,11 @@ impl Consensus {
         self.enqueue(Input::Unreachable { to });
     }
 
+    /// What another coordinator confirmed counts no longer: its disk is a new one.
+    pub fn forget_progress(&mut self, of: u64) {
+        self.enqueue(Input::Forget { of });
+    }
+
     /// Whether this coordinator leads.
     #[must_use]
     pub fn is_leader(&self) -> bool {
@@ -462,8 +467,18 @@ impl Consensus {
             Input::Compact { index, data } => self.take_compaction(index, data),
             Input::Transfer { to } => self.node.transfer_leader(to),
             Input::Unreachable { to } => self.node.report_unreachable(to),
+            Input::Forget { of } => self.take_forgetting(of),
         }
         self.pin_timeout(false);
+    }
+
+    fn take_forgetting(&mut self, of: u64) {
+        let is_other = of != self.node.raft.id && self.is_leader();
+        if let Some(progress) = self.node.raft.mut_prs().get_mut(of).filter(|_| is_other) {
+            progress.snapshot_failure();
+            progress.matched = 0;
+            progress.become_probe();
+        }
     }
 
     fn take_message(&mut self, mut message: RaftMessage) {
@@ -666,6 +681,7 @@ enum Input {
     Compact { index: u64, data: Bytes },
     Transfer { to: u64 },
     Unreachable { to: u64 },
+    Forget { of: u64 },
 }
 
 impl Input {
@@ -682,7 +698,7 @@ impl Input {
             }
             Self::Propose { data, context } => data.len() + context.len(),
             Self::Compact { data, .. } => data.len(),
-            Self::Transfer { .. } | Self::Unreachable { .. } => 0,
+            Self::Transfer { .. } | Self::Unreachable { .. } | Self::Forget { .. } => 0,
         }
     }
 }

@@ -6,6 +6,7 @@
 
 mod connection;
 mod messages;
+mod seats;
 mod status;
 mod watch;
 
@@ -20,9 +21,10 @@ use crate::config::{Config, Timing};
 use crate::consensus::{Consensus, ConsensusConfig, LogImage, LogWrite, Output, RecoveredLog};
 use crate::message::{Event, FromCoordinator, ToCoordinator};
 use crate::peer::{ConnectionKey, EnrollRequest, Peer, Role};
-use crate::roster::{Applied, Roster};
+use crate::roster::{Applied, Roster, Touched};
 
 use connection::Connection;
+use seats::Seats;
 use watch::{JobWatch, Leading, Pending, Purpose};
 
 /// A coordinator. See the file's head.
@@ -32,6 +34,7 @@ pub struct Coordinator {
     timing: Timing,
     consensus: Consensus,
     roster: Roster,
+    seats: Seats,
     now: Timestamp,
     /// The wall clock where it was last told, for history only.
     unix_ms: (u64, Timestamp),
@@ -70,6 +73,7 @@ impl Coordinator {
             timing,
             consensus: Consensus::new(&consensus_config, log),
             roster: Roster::default(),
+            seats: Seats::default(),
             now,
             unix_ms: (0, now),
             next_tick: now + timing.tick(),
@@ -90,8 +94,9 @@ impl Coordinator {
     /// Bytes came from another coordinator, as its certificate names it.
     pub fn handle_raft(&mut self, now: Timestamp, from: u64, bytes: &[u8]) {
         self.now = now;
-        if self.consensus.step(from, bytes).is_err() {
-            self.dropped += 1;
+        match self.open_envelope(from, bytes) {
+            Some(message) if self.consensus.step(from, &message).is_ok() => {}
+            _ => self.dropped += 1,
         }
         self.drive();
     }
@@ -178,7 +183,10 @@ impl Coordinator {
             // A process that was stopped must not depose a healthy leader by all the ticks that it missed.
             let missed = now.since(self.next_tick).as_nanos() / self.timing.tick().as_nanos();
             for _ in 0..=missed.min(CATCH_UP_TICKS) {
-                self.consensus.tick();
+                // Who lost its disk promises nothing any more, so it may not ask for votes either.
+                if !self.seats.is_lost() {
+                    self.consensus.tick();
+                }
             }
             self.next_tick = now + self.timing.tick();
             self.tick();
@@ -307,7 +315,10 @@ impl Coordinator {
             Output::Persist { number, write, sync } => {
                 self.actions.push_back(Action::Persist { number, write, sync });
             }
-            Output::Send { to, bytes } => self.actions.push_back(Action::SendRaft { to, bytes }),
+            Output::Send { to, bytes } => {
+                let bytes = self.envelope(to, bytes);
+                self.actions.push_back(Action::SendRaft { to, bytes });
+            }
             Output::Apply { index, term, data, context } => {
                 self.apply(index, term, &data, &context);
             }
@@ -341,6 +352,10 @@ impl Coordinator {
             let pending =
                 own.and_then(|leading| leading.pending.remove(&decode::<u64>(context).ok()?));
             let Applied { reply, touched, events } = self.roster.apply(index, term, entry);
+            if let Touched::Coordinator(coordinator) = touched {
+                // What its former disk confirmed is gone.
+                self.consensus.forget_progress(coordinator);
+            }
             if index > self.emitted {
                 self.actions.extend(events.into_iter().map(Action::Emit));
             }
@@ -383,6 +398,13 @@ pub enum Action {
         /// What.
         message: FromCoordinator,
     },
+    /// The others know this coordinator by another disk: it takes no part until that one is back, or an operator replaces it.
+    LostSeat {
+        /// The disk that they know.
+        disk: u128,
+    },
+    /// This coordinator's seat is this disk's again.
+    FoundSeat,
     /// End a connection.
     Close {
         /// Which one.

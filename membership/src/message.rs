@@ -310,6 +310,13 @@ pub enum ToCoordinator {
         /// Repeated in the answer.
         sequence: u64,
     },
+    /// The disk of this coordinator is lost for good: let the one that it has now hold its seat. From an operator; answered by `Noted`.
+    Replace {
+        /// The coordinator.
+        coordinator: u64,
+        /// Repeated in the answer.
+        sequence: u64,
+    },
     /// How do things stand? Answered by `Status`.
     Status {
         /// Only this job.
@@ -337,6 +344,7 @@ impl ToCoordinator {
             | Self::Drain { sequence, .. }
             | Self::EnrollWorker { sequence, .. }
             | Self::AskEvicted { sequence, .. }
+            | Self::Replace { sequence, .. }
             | Self::Status { sequence, .. }
             | Self::Events { sequence, .. } => *sequence = number,
             Self::Join(_)

@@ -19,6 +19,8 @@ use crate::message::{Cause, Event, Join};
 pub struct Roster {
     applied: u64,
     next_node: u64,
+    /// The disk of each coordinator's log.
+    seats: BTreeMap<u64, u128>,
     tokens: BTreeMap<[u8; 16], u32>,
     jobs: BTreeMap<JobId, Job>,
     events: VecDeque<Event>,
@@ -29,6 +31,7 @@ impl Default for Roster {
         Self {
             applied: 0,
             next_node: COORDINATOR_ID_MAX + 1,
+            seats: BTreeMap::new(),
             tokens: BTreeMap::new(),
             jobs: BTreeMap::new(),
             events: VecDeque::new(),
@@ -48,6 +51,12 @@ impl Roster {
     #[must_use]
     pub fn applied(&self) -> u64 {
         self.applied
+    }
+
+    /// The disk that holds a coordinator's seat, once it is known.
+    #[must_use]
+    pub fn seat(&self, coordinator: u64) -> Option<u128> {
+        self.seats.get(&coordinator).copied()
     }
 
     /// All jobs, by name.
@@ -145,6 +154,9 @@ impl Roster {
         }
         match command {
             Command::Lead { coordinator } => self.lead(coordinator, entry_term, log),
+            Command::Seat { coordinator, disk, replaces } => {
+                self.take_seat(coordinator, disk, replaces, log)
+            }
             Command::UseToken { token, uses, job, role } => {
                 self.use_token(token, uses, (job, role.name()), log)
             }
@@ -171,6 +183,27 @@ impl Roster {
             log.abandoned(&job.spec().job, ended, reason);
         }
         (Reply::Done, Touched::Everything)
+    }
+
+    fn take_seat(
+        &mut self,
+        coordinator: u64,
+        disk: u128,
+        replaces: Option<u128>,
+        log: &mut EventLog,
+    ) -> (Reply, Touched) {
+        if self.seat(coordinator) != replaces {
+            return (Reply::stale("another disk holds this seat"), Touched::Nothing);
+        }
+        self.seats.insert(coordinator, disk);
+        if let Some(former) = replaces {
+            let message = format!(
+                "coordinator {coordinator} goes on with disk {disk:032x} in the place of {former:032x}"
+            );
+            log.push("replaced", None, message);
+            return (Reply::Done, Touched::Coordinator(coordinator));
+        }
+        (Reply::Done, Touched::Nothing)
     }
 
     fn use_token(
@@ -486,6 +519,8 @@ impl Reply {
 pub enum Touched {
     /// Nobody who listens.
     Nothing,
+    /// A coordinator whose disk is a new one.
+    Coordinator(u64),
     /// One worker.
     Node(JobId, NodeId),
     /// All of a job.

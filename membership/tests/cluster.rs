@@ -14,7 +14,7 @@ use std::time::Duration;
 use membership::{Cause, FromCoordinator, ParticipantEvent, Release, Stage, ToCoordinator};
 use types::{Generation, Lineage, NodeId, Origin, Step};
 
-use harness::{AGENT, Cluster, spec};
+use harness::{AGENT, Cluster, OPERATOR, spec};
 
 const S: Duration = Duration::from_secs(1);
 
@@ -432,6 +432,96 @@ fn a_successor_takes_over_from_the_last_member() {
         (vec![heir], Lineage(1))
     );
     goes_on(&mut cluster, &[heir], "steps go on");
+}
+
+/// Coordinators, the leader first; all seats are in the log.
+fn by_role(cluster: &Cluster) -> [u64; 3] {
+    let leader = cluster.leader().unwrap();
+    let others: Vec<u64> = (1..=3).filter(|id| *id != leader).collect();
+    (1..=3).for_each(|id| assert!(cluster.machine().roster().seat(id).is_some()));
+    [leader, others[0], others[1]]
+}
+
+#[test]
+fn a_coordinator_that_lost_its_disk_takes_no_part_until_it_is_replaced() {
+    let job = spec("demo", (1, 2, 8));
+    let (mut cluster, nodes) = training(&job, 2);
+    let [leader, other, lost] = by_role(&cluster);
+    cluster.kill(lost);
+    cluster.lose_disk(lost);
+    cluster.start(lost);
+    cluster.run(S * 3);
+    assert!(!cluster.has_seat(lost) && cluster.has_seat(other));
+    assert_eq!(cluster.coordinator(lost).roster().applied(), 0, "it confirms nothing");
+    let term = cluster.coordinator(lost).term();
+
+    // With it there would be a majority that has forgotten: nobody may lead.
+    cluster.kill(leader);
+    cluster.run(S * 10);
+    assert_eq!(cluster.leader(), None);
+    assert_eq!(cluster.coordinator(lost).term(), term, "it asks for no votes");
+    cluster.start(leader);
+    cluster.run_until(S * 10, "a leader", |c| c.leader().is_some());
+
+    cluster.run(S * 2);
+    let sequence =
+        cluster.ask_as(OPERATOR, ToCoordinator::Replace { coordinator: lost, sequence: 0 });
+    cluster.run_until(S * 3, "its seat", |c| {
+        let noted = ParticipantEvent::Noted { sequence };
+        c.has_seat(lost) && c.told(OPERATOR).contains(&noted)
+    });
+    assert_eq!(cluster.kinds("replaced").len(), 1);
+    cluster.run_until(S * 3, "it has caught up", |c| {
+        c.coordinator(lost).roster().seat(lost) == c.machine().roster().seat(lost)
+    });
+    // Now it counts: the set survives the loss of another one.
+    let [leader, ..] = by_role(&cluster);
+    cluster.kill(leader);
+    cluster.run_until(S * 10, "a leader", |c| c.leader().is_some());
+    let joiner = cluster.spawn(&job);
+    cluster.run_until(S * 5, "a change", |c| c.world(&job.job).has_member(joiner));
+    goes_on(&mut cluster, &[nodes[0], nodes[1], joiner], "steps go on");
+}
+
+#[test]
+fn a_former_disk_that_comes_back_after_a_replacement_takes_no_part() {
+    let job = spec("demo", (1, 2, 8));
+    let (mut cluster, _) = training(&job, 2);
+    let [_, _, lost] = by_role(&cluster);
+    cluster.kill(lost);
+    let former = cluster.take_disk(lost);
+    cluster.start(lost);
+    cluster.run(S * 2);
+    cluster.ask_as(OPERATOR, ToCoordinator::Replace { coordinator: lost, sequence: 0 });
+    cluster.run_until(S * 5, "its seat", |c| c.has_seat(lost) && !c.kinds("replaced").is_empty());
+    cluster.kill(lost);
+    cluster.put_disk(lost, former);
+    cluster.start(lost);
+    cluster.run(S * 3);
+    assert!(!cluster.has_seat(lost));
+}
+
+#[test]
+fn only_an_operator_replaces_and_only_who_is_there_with_another_disk() {
+    let job = spec("demo", (1, 2, 8));
+    let (mut cluster, _) = training(&job, 2);
+    let [leader, other, lost] = by_role(&cluster);
+    let refusal = |cluster: &mut Cluster, client: u64, coordinator: u64, word: &str| {
+        let before = cluster.told(client).len();
+        cluster.ask_as(client, ToCoordinator::Replace { coordinator, sequence: 0 });
+        cluster.run(S);
+        let is_it = |event: &ParticipantEvent| matches!(event, ParticipantEvent::Refused { code: 64, reason } if reason.contains(word));
+        assert!(cluster.told(client)[before..].iter().any(is_it), "no refusal with {word:?}");
+    };
+    refusal(&mut cluster, AGENT, other, "operator");
+    refusal(&mut cluster, OPERATOR, 9, "there is no coordinator 9");
+    refusal(&mut cluster, OPERATOR, leader, "leads");
+    // Its disk is the right one: nothing to do.
+    let sequence =
+        cluster.ask_as(OPERATOR, ToCoordinator::Replace { coordinator: lost, sequence: 0 });
+    cluster.run(S);
+    assert!(cluster.told(OPERATOR).contains(&ParticipantEvent::Noted { sequence }));
+    assert!(cluster.kinds("replaced").is_empty());
 }
 
 #[test]

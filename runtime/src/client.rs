@@ -182,6 +182,19 @@ impl Client {
         .await
     }
 
+    /// Gives a coordinator that lost its disk its seat again, on the disk that it has now.
+    ///
+    /// # Errors
+    /// If there is no such coordinator, it has not been started anew, or no other answers in time.
+    pub async fn replace_coordinator(&mut self, coordinator: u64) -> Result<(), Error> {
+        let sequence = self.control.ask(ToCoordinator::Replace { coordinator, sequence: 0 }).await;
+        self.answer(|event| match event {
+            ParticipantEvent::Noted { sequence: at } if Some(at) == sequence => Some(()),
+            _ => None,
+        })
+        .await
+    }
+
     async fn answer<T>(
         &mut self,
         pick: impl Fn(ParticipantEvent) -> Option<T>,

@@ -33,6 +33,43 @@ fn steps_go_on_while_a_leader_is_elected_and_the_dead_one_comes_back() -> anyhow
 }
 
 #[test]
+fn a_coordinator_that_lost_its_disk_stays_out_until_it_is_replaced() -> anyhow::Result<()> {
+    play(|cluster| {
+        let job = Job::new(300).with_leaf_ms(10).with_flags(&["--max-restarts", "0"]);
+        let undisturbed = cluster.undisturbed(&job)?;
+        let leader = cluster.start_coordinators(&[1, 2, 3])?;
+        let agent = cluster.start_agent(&job, Place::Coordinators, 4)?;
+        step(cluster, 20)?;
+        let lost = leader % 3 + 1;
+        cluster.kill(&coordinator(lost))?;
+        std::fs::remove_dir_all(cluster.folder().join(format!("coordinator-{lost}")))?;
+        let command = cluster.coordinator_command(lost);
+        cluster.start(&coordinator(lost), command)?;
+        cluster.poll("its word that it takes no part", |cluster| {
+            let (_, err) = cluster.output(&coordinator(lost))?;
+            let says = err.contains(&format!("run `ripstop coordinator replace {lost}`"));
+            Ok(says.then_some(()))
+        })?;
+        let list = cluster.coordinator_list();
+        let id = lost.to_string();
+        let flags = ["coordinator", "replace", &id, "--coordinators", &list, "--certs", "ca"];
+        let said = cluster.run(&flags)?;
+        ensure!(said.code == 0 && said.out.contains("has its seat"), "{said:?}");
+        cluster.poll("its word that it takes part", |cluster| {
+            let (_, err) = cluster.output(&coordinator(lost))?;
+            Ok(err.contains("seat is this disk's").then_some(()))
+        })?;
+
+        // With another one gone, the replaced one is needed for a majority.
+        cluster.kill(&coordinator(leader))?;
+        cluster.wait("another leader", |t| t.leader().filter(|id| *id != leader))?;
+        kill_worker_and_see_a_new_world(cluster)?;
+        let said = cluster.said(&agent)?;
+        cluster.check_end(&undisturbed, &said)
+    })
+}
+
+#[test]
 fn steps_go_on_without_any_coordinator() -> anyhow::Result<()> {
     play(|cluster| {
         let job = Job::new(260).with_leaf_ms(15).with_flags(&["--max-restarts", "0"]);

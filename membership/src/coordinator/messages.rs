@@ -54,6 +54,9 @@ impl Coordinator {
                 let nodes = nodes.into_iter().take(DRAIN_MAX).filter_map(verdict).collect();
                 self.send(peer.key, FromCoordinator::Evicted { sequence, nodes });
             }
+            ToCoordinator::Replace { coordinator, sequence } => {
+                self.answer_replace(peer, coordinator, sequence);
+            }
             ToCoordinator::Status { job, sequence } => {
                 let mut status = self.status();
                 let is_wanted =

@@ -26,6 +26,8 @@ pub(super) struct Leading {
     pub(super) detector: Detector,
     pub(super) jobs: BTreeMap<JobId, JobWatch>,
     pub(super) pending: BTreeMap<u64, Pending>,
+    /// Coordinators whose seats are on their way into the log.
+    pub(super) seating: BTreeSet<u64>,
     timing: Timing,
 }
 
@@ -37,6 +39,7 @@ impl Leading {
             detector: Detector::new(timing, now),
             jobs: BTreeMap::new(),
             pending: BTreeMap::new(),
+            seating: BTreeSet::new(),
             timing,
         }
     }
@@ -125,6 +128,8 @@ pub(super) enum Purpose {
     Join { key: ConnectionKey },
     /// A new node id, to be certified.
     Enroll { key: ConnectionKey, sequence: Option<u64>, role: Role, job: Option<JobId>, csr: Bytes },
+    /// A coordinator's disk, as it was seen first.
+    Seat { coordinator: u64 },
     /// A receipt or the like: nobody waits for it.
     Record,
 }
@@ -140,6 +145,9 @@ impl Coordinator {
         };
         for number in stale {
             if let Some(pending) = leading.pending.remove(&number) {
+                if let Purpose::Seat { coordinator } = pending.purpose {
+                    leading.seating.remove(&coordinator);
+                }
                 clear(leading, now, &pending);
             }
         }
@@ -197,7 +205,7 @@ impl Coordinator {
             return;
         }
         match touched {
-            Touched::Nothing => {}
+            Touched::Nothing | Touched::Coordinator(_) => {}
             Touched::Node(_, node) => {
                 if let Some(key) = self.keys.get(&node).copied() {
                     self.sync(key);
@@ -255,6 +263,11 @@ impl Coordinator {
                 }
             }
             Purpose::Note { key, sequence } => self.send(key, FromCoordinator::Noted { sequence }),
+            Purpose::Seat { coordinator } => {
+                if let Some(leading) = self.leading.as_mut() {
+                    leading.seating.remove(&coordinator);
+                }
+            }
             Purpose::Join { key } => {
                 if let Reply::Refused { code, reason } = reply {
                     self.send(key, FromCoordinator::Refused { code, reason });
@@ -294,6 +307,8 @@ impl Coordinator {
         for key in keys {
             self.send(key, FromCoordinator::Leading { term });
         }
+        let (own, disk) = (self.config.id(), self.config.disk());
+        self.seat(own, disk);
     }
 
     /// Decides what is due for a job.

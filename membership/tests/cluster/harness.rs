@@ -33,6 +33,7 @@ pub(crate) struct Cluster {
     /// Raft messages between these pairs are lost.
     pub(crate) cut: BTreeSet<(u64, u64)>,
     digests: BTreeMap<u64, Digest>,
+    without_seat: BTreeSet<u64>,
     pub(crate) enroll_answers: Vec<Result<NodeId, FromCoordinator>>,
     next_step: Timestamp,
 }
@@ -74,6 +75,7 @@ enum Happening {
 }
 
 pub(crate) const AGENT: u64 = 1;
+pub(crate) const OPERATOR: u64 = 2;
 
 impl Cluster {
     pub(crate) fn new(coordinators: u64, seed: u64) -> Self {
@@ -108,12 +110,14 @@ impl Cluster {
             cut: BTreeSet::new(),
             digests: BTreeMap::new(),
             enroll_answers: Vec::new(),
+            without_seat: BTreeSet::new(),
             next_step: now,
         };
         for id in voters.keys() {
             cluster.start(*id);
         }
         cluster.client((Role::Agent, NodeId(50), None), None);
+        cluster.client((Role::Operator, NodeId(0), None), None);
         cluster.run(Duration::from_secs(2));
         assert!(cluster.leader().is_some(), "no leader after 2 s");
         cluster
@@ -203,11 +207,49 @@ impl Cluster {
 
     /// Says something as the agent; returns its sequence number.
     pub(crate) fn ask(&mut self, message: ToCoordinator) -> u64 {
+        self.ask_as(AGENT, message)
+    }
+
+    pub(crate) fn ask_as(&mut self, client: u64, message: ToCoordinator) -> u64 {
         let now = self.now;
-        let sequence =
-            self.clients.get_mut(&AGENT).unwrap().participant.request(now, message).unwrap();
-        self.drain_client(AGENT);
+        let participant = &mut self.clients.get_mut(&client).unwrap().participant;
+        let sequence = participant.request(now, message).unwrap();
+        self.drain_client(client);
         sequence
+    }
+
+    /// What a client was told.
+    pub(crate) fn told(&self, client: u64) -> &[ParticipantEvent] {
+        &self.clients[&client].heard
+    }
+
+    /// Takes a coordinator's disk away; it finds an empty one when it comes back.
+    pub(crate) fn take_disk(&mut self, id: u64) -> (Config, RecoveredLog) {
+        let seat = &self.seats[&id];
+        let former = (seat.config.clone(), seat.disk.clone());
+        self.lose_disk(id);
+        former
+    }
+
+    pub(crate) fn put_disk(&mut self, id: u64, (config, disk): (Config, RecoveredLog)) {
+        let seat = self.seats.get_mut(&id).unwrap();
+        (seat.config, seat.disk, seat.checked) = (config, disk, 0);
+    }
+
+    /// A coordinator that is down finds an empty disk when it comes back.
+    pub(crate) fn lose_disk(&mut self, id: u64) {
+        let seat = self.seats.get_mut(&id).unwrap();
+        assert!(seat.machine.is_none(), "it is down");
+        let disk = seat.config.disk() + 1000;
+        let builder = Config::builder(id, seat.config.voters().clone());
+        let builder = builder.recovery_target(self.target).seed(seat.config.seed()).disk(disk);
+        seat.config = builder.build().unwrap();
+        seat.disk = RecoveredLog::default();
+        seat.checked = 0;
+    }
+
+    pub(crate) fn has_seat(&self, id: u64) -> bool {
+        !self.without_seat.contains(&id)
     }
 
     pub(crate) fn enroll_by_token(&mut self, token: [u8; 16], uses: u32) {
@@ -462,6 +504,12 @@ impl Cluster {
                 }
                 Action::SignCertificate { sequence: None, node, .. } => {
                     self.enroll_answers.push(Ok(node));
+                }
+                Action::LostSeat { .. } => {
+                    self.without_seat.insert(id);
+                }
+                Action::FoundSeat => {
+                    self.without_seat.remove(&id);
                 }
                 Action::Emit(event) => {
                     let place = (0..).find(|place| match self.events.get(&(event.index, *place)) {

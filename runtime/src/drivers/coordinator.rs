@@ -134,7 +134,8 @@ impl CoordinatorHandle {
             })?,
             None => Trace::default(),
         };
-        let machine = machine_config(&config)?;
+        let machine = machine_config(&config, log.log_uuid())?;
+        let id = config.id;
         let authority = config.authority;
         let written = inputs.clone();
         let log = LogWriter::start(log, move |write| drop(written.send(Input::Written(write))))
@@ -144,6 +145,7 @@ impl CoordinatorHandle {
             .spawn(move || {
                 let machine = Coordinator::new(&machine, recovered, clock::now());
                 let driver = Driver {
+                    id,
                     machine,
                     log,
                     authority,
@@ -200,18 +202,20 @@ impl CoordinatorHandle {
     }
 }
 
-fn machine_config(config: &CoordinatorConfig) -> Result<membership::Config, Error> {
+fn machine_config(config: &CoordinatorConfig, disk: u128) -> Result<membership::Config, Error> {
     use rand::TryRngCore;
     let seed = rand::rngs::OsRng.try_next_u64().unwrap_or(config.id);
     tracing::debug!(seed, "election seed");
     membership::Config::builder(config.id, config.voters.clone())
         .recovery_target(config.recovery_target)
         .seed(seed)
+        .disk(disk)
         .build()
         .map_err(|e| Error::Settings(e.to_string()))
 }
 
 struct Driver {
+    id: u64,
     machine: Coordinator,
     log: LogWriter,
     authority: CertificateAuthority,
@@ -333,6 +337,14 @@ impl Driver {
                     }
                 }
                 Action::Send { to, message } => self.send(to, message),
+                Action::LostSeat { disk } => {
+                    let id = self.id;
+                    tracing::error!(
+                        "the other coordinators know coordinator {id} by another disk ({disk:032x}): it takes no part. Start it with its former \
+                         --data-dir; if that is lost for good, run `ripstop coordinator replace {id}`"
+                    );
+                }
+                Action::FoundSeat => tracing::info!("this coordinator's seat is this disk's"),
                 Action::Close { key, reason } => {
                     if let Some(open) = self.connections.get(&key) {
                         open.connection.close(1, &reason);
