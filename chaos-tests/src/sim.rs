@@ -1097,7 +1097,7 @@ impl Sim {
             };
             match action {
                 Action::LostSeat { disk } => {
-                    self.trace(format!("coordinator {id} is known by disk {disk}"))
+                    self.trace(format!("coordinator {id} is known by disk {disk}"));
                 }
                 Action::FoundSeat => self.trace(format!("coordinator {id} has its seat again")),
                 Action::Persist { number, write, sync } => {

@@ -81,7 +81,7 @@ fn replace(args: ReplaceArgs, output: OutputFormat) -> anyhow::Result<ExitCode> 
     crate::block_on(client.replace_coordinator(id))??;
     match output {
         OutputFormat::Json => {
-            print(&serde_json::json!({"coordinator": id, "replaced": true}).to_string())
+            print(&serde_json::json!({"coordinator": id, "replaced": true}).to_string());
         }
         OutputFormat::Text => print(&format!("coordinator {id} has its seat")),
     }
