@@ -7,7 +7,6 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
 
-use anyhow::Context;
 use clap::Args;
 use ripstop::agent::exit::RequeueCode;
 use ripstop::agent::output::{self, Streams};
@@ -141,11 +140,7 @@ pub(crate) struct RunArgs {
 }
 
 pub(crate) fn run(args: RunArgs) -> anyhow::Result<ExitCode> {
-    let config = config(args)?;
-    if let Some(dir) = &config.trace_dir {
-        std::fs::create_dir_all(dir).with_context(|| format!("--trace-dir {}", dir.display()))?;
-    }
-    Ok(agent::run(config)?.into())
+    Ok(agent::run(config(args)?)?.into())
 }
 
 fn config(args: RunArgs) -> Result<AgentConfig, Error> {
@@ -299,8 +294,12 @@ impl std::str::FromStr for Workers {
         };
         count
             .and_then(NonZeroU32::new)
+            .filter(|count| *count <= agent::WORKERS_MAX)
             .map(Self)
-            .ok_or_else(|| format!("{text:?}: write a number of workers, auto or cpu"))
+            .ok_or_else(|| {
+                let most = agent::WORKERS_MAX;
+                format!("{text:?}: write a number of workers, 1 to {most}, auto or cpu")
+            })
     }
 }
 

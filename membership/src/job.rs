@@ -14,7 +14,7 @@ use types::{
 };
 
 use crate::command::{ReceiptRoot, WorldPlan};
-use crate::message::{Cause, Fingerprint, FoundCheckpoint, Intent, JobSpec, Join};
+use crate::message::{Cause, Fingerprint, FoundCheckpoint, Intent, JobSpec, Join, Standing};
 
 /// One job. Changed by the roster only.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -23,6 +23,8 @@ pub struct Job {
     fingerprint: Fingerprint,
     is_mixed: bool,
     stage: Stage,
+    /// What the last step led to.
+    result: Option<(Step, Digest)>,
     nodes: BTreeMap<NodeId, Listed>,
     gone: BTreeMap<NodeId, Gone>,
     /// Nodes up to this one that are listed nowhere are gone, though it was forgotten why.
@@ -129,6 +131,7 @@ impl Job {
             fingerprint: join.fingerprint.clone(),
             is_mixed: false,
             stage: Stage::Running,
+            result: None,
             nodes: BTreeMap::new(),
             gone: BTreeMap::new(),
             gone_before: NodeId(0),
@@ -159,6 +162,21 @@ impl Job {
     #[must_use]
     pub fn stage(&self) -> Stage {
         self.stage
+    }
+
+    /// How far it is, and what it waits for.
+    #[must_use]
+    pub fn standing(&self) -> Standing {
+        let members = u32::try_from(self.nodes.len()).unwrap_or(u32::MAX);
+        let is_waiting = self.world().is_none_or(|world| world.held) || self.heirs().is_empty();
+        match (self.stage, self.result) {
+            (Stage::Finished, Some((steps, digest))) => Standing::Finished { steps, digest },
+            (Stage::Stopped, _) if members == 0 => Standing::Stopped,
+            _ if is_waiting && members < self.spec.min_members => {
+                Standing::Waiting { members, min: self.spec.min_members }
+            }
+            _ => Standing::Running,
+        }
     }
 
     /// The living workers.
@@ -606,7 +624,7 @@ impl Job {
     ///
     /// # Errors
     /// Which rule it would break.
-    pub(crate) fn finish(&mut self, lineage: Lineage) -> Result<Step, String> {
+    pub(crate) fn finish(&mut self, lineage: Lineage, digest: Digest) -> Result<Step, String> {
         let total = self.spec.total_steps.ok_or("the job has no last step")?;
         if self.stage != Stage::Running || lineage != self.lineage || self.entered.is_none() {
             return Err(format!("lineage {lineage} does not train"));
@@ -616,6 +634,7 @@ impl Job {
         }
         self.abandon(None, "the job is finished".to_owned());
         self.stage = Stage::Finished;
+        self.result = Some((total, digest));
         Ok(total)
     }
 }

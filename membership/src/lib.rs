@@ -34,7 +34,7 @@ pub use job::{Committed, Gone, Job, Listed, OpenIntent, Stage};
 pub use message::{
     Cause, CheckpointStatus, ClusterStatus, CoordinatorStatus, Event, Fingerprint, FoundCheckpoint,
     FromCoordinator, Heartbeat, Intent, JobSpec, JobStatus, Join, MemberStatus, Phase, Release,
-    ToCoordinator, Turn, describe_blocks,
+    Standing, ToCoordinator, Turn, describe_blocks,
 };
 pub use participant::{Participant, ParticipantAction, ParticipantEvent};
 pub use peer::{ConnectionKey, EnrollRequest, Peer, Role};

@@ -301,8 +301,9 @@ pub enum ToCoordinator {
         /// Repeated in the answer.
         sequence: u64,
     },
-    /// Which of these workers were taken out of the job, though they may not know it? From their agent. Answered by `Evicted`.
-    AskEvicted {
+    /// How is the job doing, and which of these workers were taken out of it, though they may not know it? From their agent. Answered by
+    /// `JobNews`.
+    AskJob {
         /// Their job.
         job: JobId,
         /// The workers.
@@ -343,7 +344,7 @@ impl ToCoordinator {
             Self::Lost { sequence, .. }
             | Self::Drain { sequence, .. }
             | Self::EnrollWorker { sequence, .. }
-            | Self::AskEvicted { sequence, .. }
+            | Self::AskJob { sequence, .. }
             | Self::Replace { sequence, .. }
             | Self::Status { sequence, .. }
             | Self::Events { sequence, .. } => *sequence = number,
@@ -437,12 +438,14 @@ pub enum FromCoordinator {
         /// Its certificate and chain, as the shell encodes them.
         certificate: Bytes,
     },
-    /// Of the workers asked for, those that are out by a verdict, and why.
-    Evicted {
+    /// How the job is doing.
+    JobNews {
         /// Of the question.
         sequence: u64,
-        /// The workers and the causes.
-        nodes: Vec<(NodeId, Cause)>,
+        /// Of the workers asked for, those that are out by a verdict, and why.
+        evicted: Vec<(NodeId, Cause)>,
+        /// How far it is; `None`: nobody joined it yet.
+        standing: Option<Standing>,
     },
     /// How things stand.
     Status {
@@ -475,6 +478,29 @@ pub struct Intent {
     pub members: Vec<NodeId>,
     /// Who puts the manifest.
     pub writer: NodeId,
+}
+
+/// How far a job is, in a word for those who wait for it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Standing {
+    /// It has too few members: no step is done.
+    Waiting {
+        /// Those who joined and live.
+        members: u32,
+        /// So many are needed.
+        min: u32,
+    },
+    /// Steps are done, or soon are.
+    Running,
+    /// All members left in good order.
+    Stopped,
+    /// All steps are done.
+    Finished {
+        /// So many.
+        steps: Step,
+        /// Digest of the state that they led to.
+        digest: Digest,
+    },
 }
 
 /// Why a worker may go.

@@ -13,7 +13,8 @@ use types::{Attempt, Generation, NodeId, Step, Term, Timestamp, World};
 
 use crate::config::{ConfigError, Timing};
 use crate::message::{
-    Cause, ClusterStatus, Event, FromCoordinator, Heartbeat, Intent, Join, Release, ToCoordinator,
+    Cause, ClusterStatus, Event, FromCoordinator, Heartbeat, Intent, Join, Release, Standing,
+    ToCoordinator,
 };
 use crate::peer::ConnectionKey;
 
@@ -382,11 +383,11 @@ impl Participant {
                 }
                 ParticipantEvent::Enrolled { sequence, node, certificate }
             }
-            FromCoordinator::Evicted { sequence, nodes } => {
+            FromCoordinator::JobNews { sequence, evicted, standing } => {
                 if self.requests.remove(&sequence).is_none() {
                     return;
                 }
-                ParticipantEvent::Evicted { sequence, nodes }
+                ParticipantEvent::JobNews { sequence, evicted, standing }
             }
             FromCoordinator::Status { sequence, status } => {
                 if self.requests.remove(&sequence).is_none() {
@@ -501,12 +502,14 @@ pub enum ParticipantEvent {
         /// Its certificate.
         certificate: Bytes,
     },
-    /// Workers that are out by a verdict.
-    Evicted {
+    /// How the job is doing.
+    JobNews {
         /// As [`Participant::request`] returned it.
         sequence: u64,
-        /// The workers and the causes.
-        nodes: Vec<(NodeId, Cause)>,
+        /// Workers that are out by a verdict, and the causes.
+        evicted: Vec<(NodeId, Cause)>,
+        /// How far the job is; `None`: nobody joined it yet.
+        standing: Option<Standing>,
     },
     /// How things stand.
     Status {

@@ -112,7 +112,8 @@ impl Progress {
     }
 
     fn hung(&self, now: Timestamp, job: &Job, members: &[NodeId]) -> Vec<Stalled> {
-        let hang = job.spec().hang_timeout.unwrap_or(self.timing.hang());
+        // Members that were told less by hand are not taken out between two of their own pulses.
+        let hang = job.spec().hang_timeout.unwrap_or(self.timing.hang()).max(self.timing.target());
         let pause = job.spec().pause_timeout.unwrap_or(self.timing.pause()).max(hang);
         let longest = self.workers.values().filter_map(|w| w.longest_leaf).max();
         let leaf = longest.map_or(pause, |leaf| (leaf * LEAVES).max(hang));

@@ -367,7 +367,7 @@ impl Roster {
         log: &mut EventLog,
     ) -> (Reply, Touched) {
         let Some(job) = self.jobs.get_mut(&id) else { return unknown(&id) };
-        match job.finish(lineage) {
+        match job.finish(lineage, digest) {
             Err(reason) => (Reply::Stale { reason }, Touched::Nothing),
             Ok(step) => {
                 let message = format!("finished after {step} steps, state {digest}");

@@ -11,7 +11,9 @@ mod worker;
 
 use std::time::Duration;
 
-use membership::{Cause, FromCoordinator, ParticipantEvent, Release, Stage, ToCoordinator};
+use membership::{
+    Cause, FromCoordinator, JobSpec, ParticipantEvent, Release, Stage, Standing, ToCoordinator,
+};
 use types::{Generation, Lineage, NodeId, Origin, Step};
 
 use harness::{AGENT, Cluster, OPERATOR, spec};
@@ -23,7 +25,7 @@ fn ms(n: u64) -> Duration {
 }
 
 /// Three coordinators and a job that trains on `workers` members.
-fn training(job: &membership::JobSpec, workers: usize) -> (Cluster, Vec<NodeId>) {
+fn training(job: &JobSpec, workers: usize) -> (Cluster, Vec<NodeId>) {
     let mut cluster = Cluster::new(3, 7);
     let nodes: Vec<NodeId> = (0..workers).map(|_| cluster.spawn(job)).collect();
     cluster.run_until(S * 5, "the first steps", |c| {
@@ -390,6 +392,66 @@ fn a_job_finishes_only_after_a_checkpoint_at_its_end() {
     assert!(cluster.kinds("lost").is_empty());
 }
 
+/// What the agent is told of a job.
+fn news(cluster: &mut Cluster, job: &JobSpec, nodes: &[NodeId]) -> News {
+    let question =
+        ToCoordinator::AskJob { job: job.job.clone(), nodes: nodes.to_vec(), sequence: 0 };
+    let asked = cluster.ask(question);
+    let find = |c: &Cluster| {
+        c.told(AGENT).iter().find_map(|event| match event {
+            ParticipantEvent::JobNews { sequence, evicted, standing } if *sequence == asked => {
+                Some((evicted.clone(), *standing))
+            }
+            _ => None,
+        })
+    };
+    cluster.run_until(S, "an answer", |c| find(c).is_some());
+    find(cluster).unwrap()
+}
+
+type News = (Vec<(NodeId, Cause)>, Option<Standing>);
+
+#[test]
+fn an_agent_hears_how_its_job_is_doing_from_its_first_member_to_its_result() {
+    let mut job = spec("demo", (2, 2, 8));
+    job.total_steps = Some(Step(600));
+    let mut cluster = Cluster::new(3, 7);
+    assert_eq!(news(&mut cluster, &job, &[]), (vec![], None), "nobody joined yet");
+    let first = cluster.spawn(&job);
+    cluster.run_until(S * 2, "joined", |c| !c.kinds("joined").is_empty());
+    let waiting = Some(Standing::Waiting { members: 1, min: 2 });
+    assert_eq!(news(&mut cluster, &job, &[]).1, waiting);
+    let second = cluster.spawn(&job);
+    goes_on(&mut cluster, &[first, second], "steps");
+    assert_eq!(news(&mut cluster, &job, &[first, second]), (vec![], Some(Standing::Running)));
+    cluster.kill_worker(second);
+    cluster.run_until(S, "held", |c| c.world(&job.job).held);
+    assert_eq!(news(&mut cluster, &job, &[]).1, waiting);
+    let third = cluster.spawn(&job);
+    let done = Some(Release::Finished);
+    cluster.run_until(S * 30, "the end", |c| {
+        [first, third].iter().all(|n| c.worker(*n).released == done)
+    });
+    let digest = cluster.worker(first).digest(600);
+    let finished = Some(Standing::Finished { steps: Step(600), digest });
+    assert_eq!(news(&mut cluster, &job, &[]).1, finished);
+}
+
+#[test]
+fn an_agent_hears_which_of_its_workers_are_out_by_a_verdict_and_nobody_elses_job() {
+    let job = spec("demo", (1, 3, 8));
+    let (mut cluster, nodes) = training(&job, 3);
+    cluster.kill_worker(nodes[1]);
+    let silent = cluster.client_of(nodes[2]);
+    cluster.clients.get_mut(&silent).unwrap().is_silent = true;
+    cluster.run_until(S * 60, "evicted", |c| c.members(&job.job) == [nodes[0]]);
+    // A death is known to the agent itself.
+    let (evicted, standing) = news(&mut cluster, &job, &nodes);
+    assert_eq!(evicted.iter().map(|(node, _)| *node).collect::<Vec<_>>(), [nodes[2]]);
+    assert!(evicted[0].1.is_verdict() && standing == Some(Standing::Running));
+    assert_eq!(news(&mut cluster, &spec("other", (1, 1, 8)), &nodes), (vec![], None));
+}
+
 #[test]
 fn draining_everybody_saves_the_state_and_stops_the_job() {
     let mut job = spec("demo", (1, 2, 8));
@@ -635,8 +697,7 @@ fn another_fingerprint_is_refused_or_admitted_and_marked() {
     cluster.run_until(S * 4, "admitted", |c| c.world(&job.job).has_member(mixed));
     assert!(cluster.machine().status().jobs[0].mixed);
     goes_on(&mut cluster, &nodes, "steps go on");
-    let other_spec =
-        membership::JobSpec { virtual_ranks: types::VirtualRanks::new(8).unwrap(), ..job };
+    let other_spec = JobSpec { virtual_ranks: types::VirtualRanks::new(8).unwrap(), ..job };
     let refused = cluster.spawn(&other_spec);
     cluster.run_until(S * 2, "refused", |c| c.worker(refused).refused.is_some());
     let (code, reason) = cluster.worker(refused).refused.clone().unwrap();
@@ -700,7 +761,7 @@ fn under_random_faults_the_job_goes_on() {
 struct Chaos {
     state: u64,
     cluster: Cluster,
-    job: membership::JobSpec,
+    job: JobSpec,
     alive: Vec<NodeId>,
 }
 

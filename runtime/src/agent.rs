@@ -3,6 +3,7 @@
 //! It joins the cluster by a token (or makes a cluster of its own with `standalone`), gets each worker a certificate, and ends with the
 //! job's exit code. Workers end when it dies.
 
+mod checks;
 pub mod environment;
 pub mod exit;
 mod identities;
@@ -10,6 +11,7 @@ pub mod lines;
 pub mod output;
 pub mod signals;
 pub mod spawn;
+mod standing;
 pub mod supervisor;
 pub mod workers;
 
@@ -25,7 +27,7 @@ use std::time::Duration;
 use membership::{Cause, ParticipantEvent, ToCoordinator};
 use serde_json::json;
 use tokio::sync::mpsc;
-use transport::{CertificateAuthority, Identity, JoinToken};
+use transport::{CertificateAuthority, Identity};
 use types::{JobId, NodeId, Timestamp, VirtualRanks};
 
 use crate::client::Contact;
@@ -44,6 +46,7 @@ use identities::Identities;
 use output::{Console, Output};
 use signals::Signals;
 use spawn::ProcessGroup;
+use standing::StandingNotes;
 use workers::{Command, Event, Workers};
 
 /// What an agent is started with.
@@ -105,12 +108,15 @@ pub struct AgentConfig {
     pub trace_dir: Option<PathBuf>,
 }
 
+/// The most workers of one agent: beyond, it is a slip of the hand.
+pub const WORKERS_MAX: NonZeroU32 = NonZeroU32::new(1024).unwrap();
+
 /// Runs the agent to its end.
 ///
 /// # Errors
 /// If it can't join: the token is refused, no coordinator answers, or a setting can't work.
 pub fn run(config: AgentConfig) -> Result<ExitCode, Error> {
-    check(&config)?;
+    checks::check(&config)?;
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(2)
         .thread_name("ripstop-agent")
@@ -145,36 +151,6 @@ pub fn run(config: AgentConfig) -> Result<ExitCode, Error> {
         cluster.coordinator.stop()?;
     }
     code
-}
-
-fn check(config: &AgentConfig) -> Result<(), Error> {
-    if config.checkpoint.as_deref().is_some_and(|url| url.starts_with("memory:")) {
-        return Err(Error::Settings(
-            "--checkpoint memory:// lives in one process, and workers are several: use a directory or s3://bucket/prefix".to_owned(),
-        ));
-    }
-    if let Some(url) = &config.checkpoint {
-        crate::settings::open_store(url)?;
-    }
-    if config.members.min > config.virtual_ranks.count() {
-        return Err(Error::Settings(format!(
-            "--min-members {} needs at least as many --virtual-ranks, not {}",
-            config.members.min, config.virtual_ranks
-        )));
-    }
-    config.token.as_deref().map_or(Ok(()), |token| check_token(token, &config.job))
-}
-
-/// What the token itself says is looked at before a use of it is spent.
-fn check_token(token: &str, job: &JobId) -> Result<(), Error> {
-    let token: JoinToken =
-        token.parse().map_err(|e| Error::Settings(format!("the join token is wrong: {e}")))?;
-    match &token.claims().job {
-        Some(bound) if bound != job => Err(Error::Settings(format!(
-            "the join token is for job {bound}, not {job}: give --run-id {bound}, or make another by `ripstop certs token --dir DIR`"
-        ))),
-        _ => Ok(()),
-    }
 }
 
 fn no_token() -> Error {
@@ -250,8 +226,9 @@ struct Agent {
     unacknowledged: BTreeSet<u64>,
     /// Workers that run here.
     running: BTreeSet<NodeId>,
-    /// The question about them that waits for its answer.
+    /// The question about the job that waits for its answer.
     asked: Option<u64>,
+    standing: StandingNotes,
     /// Those that are out by a verdict, and since when we know.
     evicted: BTreeMap<NodeId, Timestamp>,
 }
@@ -306,6 +283,7 @@ impl Agent {
             unacknowledged,
             running: BTreeSet::new(),
             asked: None,
+            standing: StandingNotes::default(),
             evicted: BTreeMap::new(),
         })
     }
@@ -320,7 +298,7 @@ impl Agent {
             Workers::new(self.workers_config(), output, self.identities.clone(), event_sender)
                 .map_err(|e| Error::Transport { context, reason: e.to_string() })?;
         let mut running = tokio::spawn(workers.run(received));
-        let mut ask = tokio::time::interval(self.config.recovery_target.max(ASK_EVICTED_MIN));
+        let mut ask = tokio::time::interval(self.config.recovery_target.clamp(ASK_MIN, ASK_MAX));
         ask.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
         let code = loop {
             tokio::select! {
@@ -332,7 +310,8 @@ impl Agent {
                 },
                 signal = signals.next() => drop(commands.send(Command::Signal(signal)).await),
                 _ = ask.tick() => {
-                    for node in self.look_for_evicted().await {
+                    self.ask_job().await;
+                    for node in self.overdue() {
                         drop(commands.send(Command::Kill { node }).await);
                     }
                 }
@@ -343,6 +322,9 @@ impl Agent {
             self.note(&event).await;
         }
         self.wait_for_acknowledgements().await;
+        if code == ExitCode::Done {
+            self.learn_result().await;
+        }
         self.ready.store(false, Ordering::Relaxed);
         self.control.close().await;
         Ok(code)
@@ -421,14 +403,17 @@ impl Agent {
         }
     }
 
-    /// Asks whether workers that run here were taken out of the job without knowing it (stopped, or stuck), and says which of them had
-    /// their time to end by themselves.
-    async fn look_for_evicted(&mut self) -> Vec<NodeId> {
-        if !self.running.is_empty() && self.asked.is_none() {
+    /// Asks how the job is doing, and whether workers that run here were taken out of it without knowing it (stopped, or stuck).
+    async fn ask_job(&mut self) {
+        if self.asked.is_none() {
             let (job, nodes) = (self.config.job.clone(), self.running.iter().copied().collect());
-            let question = ToCoordinator::AskEvicted { job, nodes, sequence: 0 };
+            let question = ToCoordinator::AskJob { job, nodes, sequence: 0 };
             self.asked = self.control.ask(question).await;
         }
+    }
+
+    /// Workers that were taken out of the job and had their time to end by themselves.
+    fn overdue(&mut self) -> Vec<NodeId> {
         let (now, grace) = (clock::now(), self.config.recovery_target * 5);
         let is_due = |since: &Timestamp| now.since(*since) >= grace.max(EVICTED_GRACE_MIN);
         let due: Vec<NodeId> =
@@ -442,9 +427,16 @@ impl Agent {
 
     fn hear(&mut self, event: ParticipantEvent) {
         match event {
-            ParticipantEvent::Evicted { sequence, nodes } if self.asked == Some(sequence) => {
+            ParticipantEvent::JobNews { sequence, evicted, standing }
+                if self.asked == Some(sequence) =>
+            {
                 self.asked = None;
-                for (node, cause) in nodes {
+                match self.standing.hear(clock::now(), standing) {
+                    Some(note) if note.is_warning => tracing::warn!("{}", note.text),
+                    Some(note) => tracing::info!("{}", note.text),
+                    None => {}
+                }
+                for (node, cause) in evicted {
                     if self.running.contains(&node) && !self.evicted.contains_key(&node) {
                         tracing::warn!(%node, %cause, "this worker was taken out of the job");
                         self.evicted.insert(node, clock::now());
@@ -468,6 +460,24 @@ impl Agent {
                 tracing::info!("a coordinator answers again");
             }
             _ => {}
+        }
+    }
+
+    /// The worker that would have printed the result may have died over it: the agent says it too.
+    async fn learn_result(&mut self) {
+        let heard = async {
+            while !self.standing.is_finished() {
+                self.ask_job().await;
+                match self.events.recv().await {
+                    Some(event) => self.hear(event),
+                    None => return,
+                }
+            }
+        };
+        if tokio::time::timeout(LAST_WORDS_DEADLINE, heard).await.is_err() {
+            tracing::warn!(
+                "no coordinator said what the job's result is: `ripstop events` shows it"
+            );
         }
     }
 
@@ -587,7 +597,9 @@ pub(crate) mod tempfile_dir {
 
 const OPERATOR_CERTIFICATE: Duration = Duration::from_secs(30 * 24 * 3600);
 /// How often the coordinators are asked at most.
-const ASK_EVICTED_MIN: Duration = Duration::from_secs(1);
+const ASK_MIN: Duration = Duration::from_secs(1);
+/// The longest pause between them.
+const ASK_MAX: Duration = Duration::from_secs(5);
 /// How long an evicted worker has at least, to hear of it and to end.
 const EVICTED_GRACE_MIN: Duration = Duration::from_secs(5);
 const LAST_WORDS_DEADLINE: Duration = Duration::from_secs(2);

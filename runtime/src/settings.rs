@@ -7,6 +7,7 @@ use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::path::PathBuf;
 use std::time::Duration;
 
+use membership::Timing;
 use storage::{Store, StoreOptions};
 use types::{JobId, Step, VirtualRanks};
 
@@ -56,6 +57,8 @@ pub const VIRTUAL_RANKS_DEFAULT: u32 = 8;
 pub const RECOVERY_TARGET_DEFAULT: Duration = Duration::from_secs(1);
 /// Default time between checkpoints.
 pub const CHECKPOINT_EVERY_DEFAULT: Duration = Duration::from_secs(30);
+/// Least time between checkpoints: each commit is an entry in the coordinators' log.
+pub const CHECKPOINT_EVERY_MIN: Duration = Duration::from_millis(100);
 /// Default wait for coordinators, before joining and when a change of members needs one.
 pub const COORDINATOR_TIMEOUT_DEFAULT: Duration = Duration::from_secs(60);
 /// Default size of a chunk of the gradient: large enough to amortise a frame, small enough to spread owners.
@@ -220,17 +223,17 @@ impl Settings {
                 "{min} members need at least {min} virtual ranks, but there are {v}: raise --virtual-ranks"
             ));
         }
-        if self.recovery_target < Duration::from_millis(100)
-            || self.recovery_target > Duration::from_secs(3600)
-        {
+        if !(Timing::TARGET_MIN..=Timing::TARGET_MAX).contains(&self.recovery_target) {
             return wrong(format!(
-                "recovery_target is {:?}; allowed are 100ms to 1h",
-                self.recovery_target
+                "recovery_target is {:?}; allowed are {:?} to {:?}",
+                self.recovery_target,
+                Timing::TARGET_MIN,
+                Timing::TARGET_MAX
             ));
         }
-        if self.checkpoint_every < Duration::from_millis(100) {
+        if self.checkpoint_every < CHECKPOINT_EVERY_MIN {
             return wrong(format!(
-                "checkpoint_every is {:?}; allowed are 100ms and more",
+                "checkpoint_every is {:?}; allowed are {CHECKPOINT_EVERY_MIN:?} and more",
                 self.checkpoint_every
             ));
         }

@@ -23,6 +23,21 @@ fn wrong_flags_and_places_are_refused_with_one_clear_line() -> anyhow::Result<()
             (&["run", "--standalone", "--nnodes", "3:1", "--", "true"], 64, &["MIN:MAX"]),
             (&["run", "--standalone", "--checkpoint-every", "5", "--", "true"], 64, &["500ms"]),
             (
+                &["run", "--standalone", "--nproc-per-node", "99999", "--", "true"],
+                64,
+                &["--nproc-per-node", "1024"],
+            ),
+            (
+                &["run", "--standalone", "--log-dir", "/proc/x", "--", "true"],
+                78,
+                &["--log-dir /proc/x"],
+            ),
+            (
+                &["run", "--standalone", "--trace-dir", "file/x", "--", "true"],
+                78,
+                &["--trace-dir file/x"],
+            ),
+            (
                 &["run", "--coordinators", "nowhere", "--token", "x", "--", "true"],
                 78,
                 &["host:port"],
@@ -138,6 +153,26 @@ fn wrong_flags_and_places_are_refused_with_one_clear_line() -> anyhow::Result<()
         for case in cases {
             let said = cluster.run(case.0)?;
             check(case, &said)?;
+        }
+        Ok(())
+    })
+}
+
+#[test]
+fn times_that_nothing_can_keep_are_refused_by_the_launcher() -> anyhow::Result<()> {
+    play(|cluster| {
+        let cases = [
+            ("--checkpoint-every", "0s", "100ms"),
+            ("--coordinator-timeout", "0s", "1s"),
+            ("--recovery-target", "50ms", "100ms"),
+            ("--recovery-target", "1h", "600s"),
+            ("--min-timeout", "0s", "--recovery-target"),
+            ("--hang-timeout", "10ms", "--recovery-target"),
+            ("--pause-timeout", "900ms", "--recovery-target"),
+        ];
+        for (flag, value, word) in cases {
+            let said = cluster.run(&["run", "--standalone", flag, value, "--", "true"])?;
+            check(&(&[flag, value], 64, &[flag, word]), &said)?;
         }
         Ok(())
     })

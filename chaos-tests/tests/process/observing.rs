@@ -96,6 +96,27 @@ fn get(at: SocketAddr, path: &str) -> anyhow::Result<(u16, String)> {
 }
 
 #[test]
+fn an_agent_says_whom_its_job_waits_for_and_what_came_of_it() -> anyhow::Result<()> {
+    play(|cluster| {
+        let job = Job::new(20).with_flags(&["--min-members", "3"]);
+        let undisturbed = cluster.undisturbed(&job)?;
+        cluster.start_single_coordinator()?;
+        let agent = cluster.start_agent(&job, Place::Coordinators, 2)?;
+        cluster.poll("a word of whom it waits for", |cluster| {
+            Ok(cluster.output(&agent)?.1.contains("2 of at least 3 are here").then_some(()))
+        })?;
+        let third = cluster.start_agent(&job, Place::Coordinators, 1)?;
+        let said = [cluster.said(&agent)?, cluster.said(&third)?];
+        let result = format!("20 steps, digest of the state {}", undisturbed.digest);
+        for said in &said {
+            ensure!(said.code == 0 && said.err.contains(&result), "no result: {said:?}");
+        }
+        let printed = said.iter().find(|said| said.digest().is_some());
+        cluster.check_end(&undisturbed, printed.context("nobody printed a digest")?)
+    })
+}
+
+#[test]
 fn a_standalone_job_is_found_by_status_without_any_flag() -> anyhow::Result<()> {
     play(|cluster| {
         let name = format!("chaos-{}", std::process::id());

@@ -7,7 +7,7 @@ use crate::checkpointing::Checkpointing;
 use crate::command::{Command, ReceiptRoot};
 use crate::coordinator::Coordinator;
 use crate::coordinator::watch::Purpose;
-use crate::job::{Stage, USAGE};
+use crate::job::{Job, Stage, USAGE};
 use crate::message::{Cause, FromCoordinator, Heartbeat, Join, ToCoordinator};
 use crate::peer::{Peer, Role};
 
@@ -45,14 +45,15 @@ impl Coordinator {
             ToCoordinator::EnrollWorker { job, csr, sequence } => {
                 self.answer_enroll(peer, job, csr, sequence);
             }
-            ToCoordinator::AskEvicted { job, nodes, sequence } => {
+            ToCoordinator::AskJob { job, nodes, sequence } => {
                 let known = self.roster.job(&job).filter(|_| peer.may_speak_for(&job));
                 let verdict = |node: NodeId| {
                     let cause = known?.gone(node).filter(|cause| cause.is_verdict())?;
                     Some((node, cause))
                 };
-                let nodes = nodes.into_iter().take(DRAIN_MAX).filter_map(verdict).collect();
-                self.send(peer.key, FromCoordinator::Evicted { sequence, nodes });
+                let evicted = nodes.into_iter().take(DRAIN_MAX).filter_map(verdict).collect();
+                let standing = known.map(Job::standing);
+                self.send(peer.key, FromCoordinator::JobNews { sequence, evicted, standing });
             }
             ToCoordinator::Replace { coordinator, sequence } => {
                 self.answer_replace(peer, coordinator, sequence);

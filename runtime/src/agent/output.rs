@@ -130,6 +130,12 @@ impl Config {
         self
     }
 
+    /// Where files go, if anywhere.
+    #[must_use]
+    pub fn log_folder(&self) -> Option<&Path> {
+        self.log_folder.as_deref()
+    }
+
     /// What goes to files only (torchrun's `--redirects`).
     ///
     /// # Errors

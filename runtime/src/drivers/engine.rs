@@ -299,7 +299,7 @@ impl Engine {
             }
             ParticipantEvent::Noted { .. }
             | ParticipantEvent::Enrolled { .. }
-            | ParticipantEvent::Evicted { .. }
+            | ParticipantEvent::JobNews { .. }
             | ParticipantEvent::Status { .. }
             | ParticipantEvent::Events { .. } => {}
         }
