@@ -1,6 +1,7 @@
 //! TERM: leaving in good order, or at once. And an agent that is killed itself.
 
 use std::collections::BTreeMap;
+use std::time::Duration;
 
 use anyhow::{Context, ensure};
 use ripstop_chaos::process::{Cluster, Job, Place, Signal, Traces, Writer, play};
@@ -61,6 +62,25 @@ fn an_agent_that_gets_term_saves_and_leaves_with_75_and_nothing_is_lost() -> any
         let begins = begins(cluster.traces());
         ensure!(begins == [saved], "the job went on from {begins:?}, not from {saved}");
         cluster.check_end(&undisturbed, &said)
+    })
+}
+
+#[test]
+fn an_agent_that_gets_term_while_it_starts_leaves_with_75() -> anyhow::Result<()> {
+    play(|cluster| {
+        let job = Job::new(1000).with_leaf_ms(5);
+        for delay in [0, 5, 15, 40, 100, 250] {
+            cluster.renew_traces()?;
+            let agent = cluster.start_agent(&job, Place::Standalone, 2)?;
+            cluster.poll("a worker's start", |cluster| {
+                Ok(cluster.output(&agent)?.1.contains("worker started").then_some(()))
+            })?;
+            std::thread::sleep(Duration::from_millis(delay));
+            cluster.signal(&agent, Signal::TERM)?;
+            let said = cluster.said(&agent)?;
+            ensure!(said.code == 75, "{delay} ms after its start: {said:?}");
+        }
+        Ok(())
     })
 }
 

@@ -118,7 +118,14 @@ impl Supervisor {
         self.actions.push_back(Action::Report { slot, node, exit, at: now });
         let is_killed =
             matches!(self.stage, Stage::Killing { .. }) && exit == Exit::Signal(SIGKILL);
-        let code = if is_killed { self.forced } else { ExitCode::of(exit, self.config.requeue) };
+        // Asked to leave before it could take the signal as a wish: it had joined nothing yet.
+        let is_asked = matches!(self.stage, Stage::Leaving { deadline: Some(_) })
+            && exit == Exit::Signal(SIGTERM);
+        let code = match exit {
+            _ if is_killed => self.forced,
+            _ if is_asked => ExitCode::Requeue(self.config.requeue),
+            exit => ExitCode::of(exit, self.config.requeue),
+        };
         let outcome = Outcome { code, is_exit: matches!(exit, Exit::Code(_)) };
         self.conclude(now, slot, outcome, now.since(since));
         self.check_end();
@@ -599,6 +606,9 @@ const BACKOFF: Duration = Duration::from_millis(500);
 
 /// The longest wait: a host that comes back is not kept out for long.
 const BACKOFF_MAX: Duration = Duration::from_secs(10);
+
+/// The number of TERM, by which workers are asked to leave.
+const SIGTERM: i32 = rustix::process::Signal::TERM.as_raw();
 
 /// The number of KILL.
 const SIGKILL: i32 = rustix::process::Signal::KILL.as_raw();

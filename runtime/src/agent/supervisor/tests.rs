@@ -256,6 +256,24 @@ fn the_first_signal_asks_everybody_to_leave() {
 }
 
 #[test]
+fn a_worker_that_had_no_time_to_listen_to_term_has_left_in_good_order() {
+    let mut agent = Agent::of(2);
+    agent.signal(Signal::Terminate);
+    agent.exit(0, Exit::Signal(15));
+    agent.exit(1, Exit::Signal(15));
+    assert_eq!(agent.code, Some(requeue()));
+
+    // Another signal is a death, and so is a TERM that the agent did not send.
+    let mut agent = Agent::of(1);
+    agent.signal(Signal::Terminate);
+    agent.exit(0, Exit::Signal(11));
+    assert_eq!(agent.code.map(ExitCode::code), Some(139));
+    let mut agent = Agent::new(config(1).with_max_restarts(0));
+    agent.exit(0, Exit::Signal(15));
+    assert_eq!(agent.code.map(ExitCode::code), Some(143));
+}
+
+#[test]
 fn after_the_grace_period_who_is_left_is_killed() {
     for (signal, code) in [
         (Signal::Terminate, ExitCode::Terminated),
