@@ -30,6 +30,15 @@ pub enum Fault {
     Drain,
     /// A worker joins.
     Join,
+    /// An operator changes how many members there may be; taken back once the faults are over.
+    Scale {
+        /// The least.
+        min: u32,
+        /// The most.
+        max: u32,
+    },
+    /// An operator asks for a checkpoint.
+    Save,
     /// A coordinator is killed, and started again from its disk.
     KillCoordinator {
         /// When it comes back.
@@ -149,7 +158,12 @@ impl Plan {
             33..38 => Fault::KillAll,
             38..48 => Fault::Freeze { ms: rng.within(20, 2500) },
             48..56 => Fault::Drain,
-            56..72 => Fault::Join,
+            56..66 => Fault::Join,
+            66..70 => {
+                let max = rng.within(1, 4) as u32;
+                Fault::Scale { min: rng.within(1, u64::from(max)) as u32, max }
+            }
+            70..72 => Fault::Save,
             72..80 => Fault::KillCoordinator { down_ms: rng.within(50, 3000) },
             80..82 => Fault::LoseDisk { down_ms: rng.within(50, 3000) },
             82..87 => Fault::CutCoordinators { ms: rng.within(50, 2500) },

@@ -591,6 +591,14 @@ impl Sim {
                 }
             }
             Fault::Join => self.enrol(),
+            Fault::Scale { min, max } => {
+                let max = max.min(self.plan.virtual_ranks);
+                self.scale(min.min(max), max);
+            }
+            Fault::Save => {
+                let job = self.job.clone();
+                self.order(&ToCoordinator::Checkpoint { job, sequence: 1 });
+            }
             Fault::KillCoordinator { down_ms } => {
                 let up: Vec<u64> = self
                     .seats
@@ -657,6 +665,7 @@ impl Sim {
             self.push(Duration::ZERO, Happening::StartSeat(id));
         }
         if !self.is_finished {
+            self.scale(self.plan.min_members, self.plan.virtual_ranks);
             // Who hangs is replaced by others, which wait for it until the leader takes it out.
             let well =
                 self.workers.values().filter(|w| w.is_running() && !w.is_hung).count() as u64;
@@ -729,7 +738,7 @@ impl Sim {
     }
 
     fn replace(&mut self, id: u64) {
-        let (now, disk) = (self.now, seat_disk(&self.seats, id));
+        let disk = seat_disk(&self.seats, id);
         let is_done = |seat: &Seat| {
             seat.machine
                 .as_ref()
@@ -740,6 +749,12 @@ impl Sim {
         }
         // Asked again until it is done: leaders change.
         self.push(ms(500), Happening::Replace(id));
+        self.order(&ToCoordinator::Replace { coordinator: id, sequence: 1 });
+    }
+
+    /// What an operator says to whoever leads.
+    fn order(&mut self, message: &ToCoordinator) {
+        let now = self.now;
         for leader in self.seats.keys().copied().collect::<Vec<_>>() {
             self.next += 1;
             let key = ConnectionKey(self.next);
@@ -748,11 +763,15 @@ impl Sim {
                 continue;
             };
             machine.handle_connected(now, peer.clone());
-            let message = ToCoordinator::Replace { coordinator: id, sequence: 1 };
-            machine.handle_message(now, now.0 / 1_000_000, &peer, message);
+            machine.handle_message(now, now.0 / 1_000_000, &peer, message.clone());
             machine.handle_disconnected(now, key);
             self.drain_seat(leader);
         }
+    }
+
+    fn scale(&mut self, min: u32, max: u32) {
+        let job = self.job.clone();
+        self.order(&ToCoordinator::Scale { job, min: Some(min), max: Some(max), sequence: 1 });
     }
 
     fn kill_seat(&mut self, id: u64) {

@@ -18,6 +18,8 @@ use crate::reports::Reports;
 pub struct Checkpointing {
     timing: Timing,
     due: Option<Timestamp>,
+    /// Somebody asked for one that has not begun yet.
+    is_asked: bool,
     failures: u32,
     open: Option<Attempt>,
     lists: BTreeMap<NodeId, Bytes>,
@@ -56,6 +58,7 @@ impl Checkpointing {
         Self {
             timing,
             due: None,
+            is_asked: false,
             failures: 0,
             open: None,
             lists: BTreeMap::new(),
@@ -68,6 +71,13 @@ impl Checkpointing {
         if self.open == Some(attempt) {
             self.lists.insert(node, list);
         }
+    }
+
+    /// The next one is due at once: somebody asked for it.
+    pub fn hasten(&mut self, now: Timestamp) {
+        self.due = Some(now);
+        self.is_asked = true;
+        self.failures = 0;
     }
 
     /// The lists of all members in rank order, once all are here and the log has their receipts, of one state.
@@ -118,6 +128,9 @@ impl Checkpointing {
             self.failures = self.failures.saturating_add(1);
             let pause = self.timing.target() * (1 << self.failures.min(BACKOFF_DOUBLINGS_MAX)) / 2;
             self.due = Some(now + pause.min(every.max(self.timing.target())));
+        }
+        if self.is_asked {
+            self.due = Some(now);
         }
     }
 
@@ -174,6 +187,7 @@ impl Checkpointing {
         if !may_begin || job.is_saved_at(step) {
             return None;
         }
+        self.is_asked = false;
         Some(CheckpointDecision::Intend { attempt: Attempt(job.attempt().0 + 1), step, is_last })
     }
 }

@@ -94,6 +94,15 @@ pub enum Command {
         /// Why, for people.
         reason: String,
     },
+    /// From now on the job has so many members.
+    Scale {
+        /// The job.
+        job: JobId,
+        /// Fewer hold it; `None`: as before.
+        min: Option<u32>,
+        /// More are hot spares; `None`: as before.
+        max: Option<u32>,
+    },
     /// These have handed everything over.
     Leave {
         /// Their job.

@@ -174,7 +174,9 @@ impl Formation {
             let members = if can_resume || stay.is_empty() { next } else { stay };
             return Some(Decision::Form(plan(job, None, &members, others(job, &members))));
         }
-        if is_promoting || (is_leaving && reports.has_all(job)) {
+        // The job needs more members than before.
+        let is_short = !world.held && next.len() < job.spec().min_members as usize;
+        if is_promoting || ((is_leaving || is_short) && reports.has_all(job)) {
             let from = Some(reports.ahead(job, self.timing));
             return Some(Decision::Form(plan(job, from, &next, others(job, &next))));
         }

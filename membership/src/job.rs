@@ -390,6 +390,43 @@ impl Job {
         news
     }
 
+    /// Changes how many members it has. Returns who is to leave because there are too many: the last of the newest world.
+    ///
+    /// # Errors
+    /// Which bound is wrong.
+    pub(crate) fn scale(
+        &mut self,
+        min: Option<u32>,
+        max: Option<u32>,
+    ) -> Result<Vec<NodeId>, String> {
+        if self.stage == Stage::Finished {
+            return Err(format!("job {} is finished", self.spec.job));
+        }
+        let (min, max) =
+            (min.unwrap_or(self.spec.min_members), max.unwrap_or(self.spec.max_members));
+        let most = self.spec.virtual_ranks.count();
+        if min == 0 || min > max {
+            return Err(format!("give 1 <= min <= max, not {min} and {max}"));
+        }
+        if max > most && max != self.spec.max_members {
+            return Err(format!("the job has {most} virtual ranks: at most so many members"));
+        }
+        let mut spec = self.spec.clone();
+        (spec.min_members, spec.max_members) = (min, max);
+        spec.expected_members = spec.expected_members.clamp(min, max);
+        spec.check()?;
+        self.spec = spec;
+        let staying: Vec<NodeId> = self
+            .world()
+            .into_iter()
+            .flat_map(|world| world.nodes())
+            .filter(|node| self.is_living(*node) && !self.is_draining(*node))
+            .collect();
+        let surplus = staying.get(max as usize..).unwrap_or_default();
+        let reason = format!("at most {max} members from now on");
+        Ok(if surplus.is_empty() { Vec::new() } else { self.drain(surplus, &reason) })
+    }
+
     /// Takes workers off the list that were to leave.
     pub(crate) fn leave(&mut self, nodes: &[NodeId]) -> (Vec<NodeId>, Option<Attempt>) {
         let leaving: Vec<_> =

@@ -318,6 +318,24 @@ pub enum ToCoordinator {
         /// Repeated in the answer.
         sequence: u64,
     },
+    /// From now on the job has so many members. From an operator; answered by `Noted`.
+    Scale {
+        /// The job.
+        job: JobId,
+        /// Fewer hold it; `None`: as before.
+        min: Option<u32>,
+        /// More are hot spares; `None`: as before.
+        max: Option<u32>,
+        /// Repeated in the answer.
+        sequence: u64,
+    },
+    /// Begin a checkpoint as soon as one can begin. From an operator; answered by `Noted`.
+    Checkpoint {
+        /// The job.
+        job: JobId,
+        /// Repeated in the answer.
+        sequence: u64,
+    },
     /// How do things stand? Answered by `Status`.
     Status {
         /// Only this job.
@@ -346,6 +364,8 @@ impl ToCoordinator {
             | Self::EnrollWorker { sequence, .. }
             | Self::AskJob { sequence, .. }
             | Self::Replace { sequence, .. }
+            | Self::Scale { sequence, .. }
+            | Self::Checkpoint { sequence, .. }
             | Self::Status { sequence, .. }
             | Self::Events { sequence, .. } => *sequence = number,
             Self::Join(_)
@@ -608,7 +628,7 @@ pub struct Event {
     /// The job concerned.
     pub job: Option<JobId>,
     /// `joined`, `lost`, `world`, `entered`, `drain`, `left`, `restart`, `checkpoint_intent`, `checkpoint_committed`,
-    /// `checkpoint_abandoned`, `finished`, `stopped`, `refused`, `leader`, `token_used`, `diverged`.
+    /// `checkpoint_abandoned`, `finished`, `stopped`, `scaled`, `refused`, `leader`, `token_used`, `diverged`.
     pub kind: String,
     /// For people.
     pub message: String,

@@ -165,6 +165,7 @@ impl Roster {
             Command::Lose { job, nodes, detail, .. } => self.lose(job, &nodes, &detail, log),
             Command::Leave { job, nodes, .. } => self.leave(job, &nodes, log),
             Command::Drain { job, nodes, reason } => self.drain(job, &nodes, &reason, log),
+            Command::Scale { job, min, max } => self.scale(job, min, max, log),
             Command::Stop { job, .. } => self.stop(job, log),
             Command::Finish { job, lineage, digest, .. } => self.finish(job, lineage, digest, log),
             world @ (Command::FormWorld { .. } | Command::Enter { .. }) => self.world(world, log),
@@ -347,6 +348,29 @@ impl Roster {
         let message = format!("to leave: {} ({reason})", list(&news));
         log.push("drain", Some(id.clone()), message).nodes = news;
         (Reply::Done, Touched::Job(id))
+    }
+
+    fn scale(
+        &mut self,
+        id: JobId,
+        min: Option<u32>,
+        max: Option<u32>,
+        log: &mut EventLog,
+    ) -> (Reply, Touched) {
+        let Some(job) = self.jobs.get_mut(&id) else { return unknown(&id) };
+        match job.scale(min, max) {
+            Err(reason) => (Reply::Refused { code: USAGE, reason }, Touched::Nothing),
+            Ok(surplus) => {
+                let (min, max) = (job.spec().min_members, job.spec().max_members);
+                let leaving = match surplus.as_slice() {
+                    [] => String::new(),
+                    nodes => format!("; to leave: {}", list(nodes)),
+                };
+                let message = format!("{min} to {max} members from now on{leaving}");
+                log.push("scaled", Some(id.clone()), message).nodes = surplus;
+                (Reply::Done, Touched::Job(id))
+            }
+        }
     }
 
     fn stop(&mut self, id: JobId, log: &mut EventLog) -> (Reply, Touched) {

@@ -392,6 +392,113 @@ fn a_job_finishes_only_after_a_checkpoint_at_its_end() {
     assert!(cluster.kinds("lost").is_empty());
 }
 
+/// An operator's order, until it is noted or refused; the reason of a refusal.
+fn order(cluster: &mut Cluster, message: ToCoordinator) -> Result<(), String> {
+    let before = cluster.told(OPERATOR).len();
+    let asked = cluster.ask_as(OPERATOR, message);
+    let answer = |c: &Cluster| {
+        c.told(OPERATOR)[before..].iter().find_map(|event| match event {
+            ParticipantEvent::Noted { sequence } if *sequence == asked => Some(Ok(())),
+            ParticipantEvent::Refused { reason, .. } => Some(Err(reason.clone())),
+            _ => None,
+        })
+    };
+    cluster.run_until(S, "an answer", |c| answer(c).is_some());
+    answer(cluster).unwrap()
+}
+
+fn scale(job: &JobSpec, min: Option<u32>, max: Option<u32>) -> ToCoordinator {
+    ToCoordinator::Scale { job: job.job.clone(), min, max, sequence: 0 }
+}
+
+#[test]
+fn a_smaller_maximum_lets_the_last_members_go_and_a_larger_one_takes_spares_in() {
+    let job = spec("demo", (1, 4, 4));
+    let (mut cluster, nodes) = training(&job, 4);
+    order(&mut cluster, scale(&job, None, Some(2))).unwrap();
+    cluster.run_until(S * 3, "two members", |c| c.members(&job.job) == nodes[..2]);
+    cluster.run_until(S * 3, "released", |c| {
+        nodes[2..].iter().all(|n| c.worker(*n).released == Some(Release::Drained))
+    });
+    goes_on(&mut cluster, &nodes[..2], "two step");
+    let spare = cluster.spawn(&job);
+    cluster.run(S * 2);
+    assert_eq!(cluster.members(&job.job), nodes[..2], "a spare follows");
+    order(&mut cluster, scale(&job, None, Some(3))).unwrap();
+    cluster.run_until(S * 3, "the spare", |c| c.world(&job.job).has_member(spare));
+    goes_on(&mut cluster, &[nodes[0], nodes[1], spare], "three step");
+    assert!(cluster.kinds("lost").is_empty());
+    assert_eq!(cluster.world(&job.job).lineage, Lineage(1));
+}
+
+#[test]
+fn a_larger_minimum_holds_the_job_until_it_is_met_or_taken_back() {
+    let job = spec("demo", (1, 2, 8));
+    let (mut cluster, nodes) = training(&job, 2);
+    order(&mut cluster, scale(&job, Some(3), None)).unwrap();
+    cluster.run_until(S * 3, "held", |c| c.world(&job.job).held);
+    cluster.run(S);
+    let held_at = boundary(&cluster, nodes[0]);
+    cluster.run(S * 2);
+    assert_eq!(boundary(&cluster, nodes[0]), held_at);
+    order(&mut cluster, scale(&job, Some(2), None)).unwrap();
+    goes_on(&mut cluster, &nodes, "taken back");
+    order(&mut cluster, scale(&job, Some(3), None)).unwrap();
+    cluster.run_until(S * 3, "held", |c| c.world(&job.job).held);
+    let third = cluster.spawn(&job);
+    cluster.run_until(S * 5, "met", |c| c.world(&job.job).has_member(third));
+    goes_on(&mut cluster, &[nodes[0], nodes[1], third], "three step");
+    assert_eq!(cluster.world(&job.job).lineage, Lineage(1));
+}
+
+#[test]
+fn orders_that_cannot_be_followed_are_refused_with_the_reason() {
+    let job = spec("demo", (1, 2, 8));
+    let (mut cluster, _) = training(&job, 2);
+    let other = spec("other", (1, 2, 8));
+    let checkpoint =
+        |job: &JobSpec| ToCoordinator::Checkpoint { job: job.job.clone(), sequence: 0 };
+    let cases = [
+        (scale(&job, Some(0), None), "1 <= min"),
+        (scale(&job, Some(5), Some(4)), "not 5 and 4"),
+        (scale(&job, None, Some(10_000)), "virtual ranks"),
+        (scale(&other, None, Some(4)), "no job other"),
+        (checkpoint(&job), "--checkpoint URL"),
+        (checkpoint(&other), "no job other"),
+    ];
+    for (message, word) in cases {
+        let refusal = order(&mut cluster, message.clone()).unwrap_err();
+        assert!(refusal.contains(word), "{message:?}: {refusal}");
+    }
+    let before = cluster.told(AGENT).len();
+    cluster.ask(scale(&job, None, Some(4)));
+    cluster.run(S);
+    let is_refusal = |event: &ParticipantEvent| matches!(event, ParticipantEvent::Refused { reason, .. } if reason.contains("operator"));
+    assert!(cluster.told(AGENT)[before..].iter().any(is_refusal), "an agent may not");
+    assert!(cluster.kinds("scaled").is_empty());
+}
+
+#[test]
+fn a_checkpoint_that_is_asked_for_begins_at_once_and_also_after_an_open_one() {
+    let mut job = spec("demo", (1, 2, 8));
+    job.checkpoint_every = Some(S * 1000);
+    let (mut cluster, nodes) = training(&job, 2);
+    let committed = |c: &Cluster| c.machine().roster().job(&job.job).unwrap().committed().cloned();
+    let ask = ToCoordinator::Checkpoint { job: job.job.clone(), sequence: 0 };
+    let asked_at = boundary(&cluster, nodes[0]);
+    order(&mut cluster, ask.clone()).unwrap();
+    // One is open now, of an older state than the next order wants.
+    cluster.run_until(S * 3, "an intent", |c| !c.kinds("checkpoint_intent").is_empty());
+    let later = boundary(&cluster, nodes[0]);
+    order(&mut cluster, ask).unwrap();
+    cluster.run_until(S * 5, "the first", |c| committed(c).is_some_and(|c| c.step >= asked_at));
+    cluster.run_until(S * 5, "the second", |c| {
+        c.kinds("checkpoint_committed").len() == 2 && committed(c).is_some_and(|c| c.step >= later)
+    });
+    cluster.run(S * 20);
+    assert_eq!(cluster.kinds("checkpoint_intent").len(), 2, "and no more than asked for");
+}
+
 /// What the agent is told of a job.
 fn news(cluster: &mut Cluster, job: &JobSpec, nodes: &[NodeId]) -> News {
     let question =

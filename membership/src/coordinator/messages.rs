@@ -58,6 +58,16 @@ impl Coordinator {
             ToCoordinator::Replace { coordinator, sequence } => {
                 self.answer_replace(peer, coordinator, sequence);
             }
+            ToCoordinator::Scale { job, min, max, sequence } => {
+                if self.may_order(peer, &job) {
+                    let command = Command::Scale { job: job.clone(), min, max };
+                    let purpose = Purpose::Note { key: peer.key, sequence };
+                    self.propose(command, Some(job), purpose);
+                }
+            }
+            ToCoordinator::Checkpoint { job, sequence } => {
+                self.answer_checkpoint(peer, &job, sequence);
+            }
             ToCoordinator::Status { job, sequence } => {
                 let mut status = self.status();
                 let is_wanted =
@@ -184,6 +194,50 @@ impl Coordinator {
         }
         let command = Command::Drain { job: job.clone(), nodes, reason: clip(reason) };
         self.propose(command, Some(job), Purpose::Note { key: peer.key, sequence });
+    }
+
+    /// Whether an operator speaks, of a job that there is; else says why not.
+    fn may_order(&mut self, peer: &Peer, job: &JobId) -> bool {
+        let refusal = if peer.role != Role::Operator {
+            let role = peer.role.name();
+            Some((
+                NO_PERMISSION,
+                format!("only an operator may order this, and this is {role} {}", peer.node),
+            ))
+        } else if self.roster.job(job).is_none() {
+            Some((USAGE, format!("there is no job {job}: `ripstop status` shows all")))
+        } else {
+            None
+        };
+        let may = refusal.is_none();
+        if let Some((code, reason)) = refusal {
+            self.send(peer.key, FromCoordinator::Refused { code, reason });
+        }
+        may
+    }
+
+    fn answer_checkpoint(&mut self, peer: &Peer, id: &JobId, sequence: u64) {
+        if !self.may_order(peer, id) {
+            return;
+        }
+        let Some(job) = self.roster.job(id) else { return };
+        let obstacle = match job.stage() {
+            Stage::Finished | Stage::Stopped => Some("it does not run"),
+            Stage::Running if job.spec().checkpoint_every.is_none() => {
+                Some("it has no store: start it with --checkpoint URL")
+            }
+            Stage::Running => None,
+        };
+        if let Some(obstacle) = obstacle {
+            let reason = format!("job {id} can't be saved: {obstacle}");
+            return self.send(peer.key, FromCoordinator::Refused { code: USAGE, reason });
+        }
+        let now = self.now;
+        if let Some(leading) = self.leading.as_mut() {
+            leading.watch(now, id).checkpointing.hasten(now);
+            self.dirty.insert(id.clone());
+        }
+        self.send(peer.key, FromCoordinator::Noted { sequence });
     }
 
     fn answer_receipt(

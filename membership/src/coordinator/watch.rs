@@ -262,7 +262,13 @@ impl Coordinator {
                     self.send(key, FromCoordinator::Noted { sequence });
                 }
             }
-            Purpose::Note { key, sequence } => self.send(key, FromCoordinator::Noted { sequence }),
+            Purpose::Note { key, sequence } => {
+                let answer = match reply {
+                    Reply::Refused { code, reason } => FromCoordinator::Refused { code, reason },
+                    _ => FromCoordinator::Noted { sequence },
+                };
+                self.send(key, answer);
+            }
             Purpose::Seat { coordinator } => {
                 if let Some(leading) = self.leading.as_mut() {
                     leading.seating.remove(&coordinator);
