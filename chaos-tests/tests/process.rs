@@ -24,3 +24,5 @@ mod namespaces;
 mod object_server;
 #[path = "process/observing.rs"]
 mod observing;
+#[path = "process/orders.rs"]
+mod orders;

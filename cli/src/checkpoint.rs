@@ -2,13 +2,16 @@
 
 use std::path::PathBuf;
 use std::process::ExitCode;
+use std::time::Duration;
 
 use clap::{Args, Subcommand};
 use ripstop::checkpoints;
+use ripstop::settings::parse_duration;
 use serde_json::json;
 use types::JobId;
 
 use crate::certs::parse_job;
+use crate::status::{ClusterArgs, pick_job};
 use crate::{OutputFormat, print};
 
 /// Checkpoints of a job.
@@ -23,6 +26,14 @@ pub(crate) enum CheckpointCommand {
         /// The step; the newest if not given.
         #[arg(long, value_name = "N")]
         step: Option<u64>,
+    },
+    /// Save a running job now, and wait until that is done.
+    Now {
+        #[command(flatten)]
+        cluster: ClusterArgs,
+        /// How long to wait for it.
+        #[arg(long, value_name = "DURATION", default_value = "10m", value_parser = parse_duration)]
+        within: Duration,
     },
     /// Write a checkpoint as plain safetensors files.
     Export {
@@ -76,6 +87,20 @@ pub(crate) fn run(command: CheckpointCommand, output: OutputFormat) -> anyhow::R
                             found.step, found.lineage, found.manifest
                         ));
                     }
+                }
+            }
+        }
+        CheckpointCommand::Now { cluster, within } => {
+            let mut client = cluster.client_to_change()?;
+            let saved = crate::block_on(async {
+                let status = client.status(cluster.run_id.clone()).await?;
+                let job = pick_job(&status, cluster.run_id.as_ref())?.job.clone();
+                client.checkpoint(job, within).await
+            })??;
+            match output {
+                OutputFormat::Json => print(&serde_json::to_string_pretty(&saved)?),
+                OutputFormat::Text => {
+                    print(&format!("saved at step {}: {}", saved.step, saved.manifest));
                 }
             }
         }

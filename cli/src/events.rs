@@ -49,6 +49,11 @@ fn line(event: &Event, output: OutputFormat) -> anyhow::Result<String> {
     if output == OutputFormat::Json {
         return Ok(serde_json::to_string(event)?);
     }
+    Ok(text(event))
+}
+
+/// One line for people.
+pub(crate) fn text(event: &Event) -> String {
     let seconds = event.at_ms / 1000 % 86_400;
     let time = format!(
         "{:02}:{:02}:{:02}.{:03}",
@@ -58,7 +63,7 @@ fn line(event: &Event, output: OutputFormat) -> anyhow::Result<String> {
         event.at_ms % 1000
     );
     let job = event.job.as_ref().map_or("-", |job| job.as_str());
-    Ok(format!("{:>6}  {time}Z  {job:<12} {:<22} {}", event.index, event.kind, event.message))
+    format!("{:>6}  {time}Z  {job:<12} {:<22} {}", event.index, event.kind, event.message)
 }
 
 const FOLLOW_PAUSE: Duration = Duration::from_millis(500);

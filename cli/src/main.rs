@@ -3,12 +3,15 @@
 mod bench;
 mod certs;
 mod checkpoint;
+mod config_command;
 mod coordinator;
 mod demo;
 mod events;
+mod orders;
 mod rehearsal;
 mod run;
 mod status;
+mod top;
 mod trainer_command;
 
 use std::process::ExitCode;
@@ -44,16 +47,25 @@ enum Command {
     Coordinator(coordinator::CoordinatorArgs),
     /// Show how jobs, members and coordinators stand.
     Status(status::StatusArgs),
+    /// Watch jobs live: speed, members and what happens.
+    Top(top::TopArgs),
     /// Show what happened.
     Events(events::EventsArgs),
     /// Ask members to leave in good order; others take over their virtual ranks.
-    Drain(status::DrainArgs),
-    /// List, verify and export checkpoints.
+    Drain(orders::DrainArgs),
+    /// Change how many members a running job has.
+    Scale(orders::ScaleArgs),
+    /// Stop a job: its state is saved, and its members leave in good order.
+    Stop(orders::StopArgs),
+    /// Save a running job, and list, verify and export checkpoints.
     #[command(subcommand)]
     Checkpoint(checkpoint::CheckpointCommand),
     /// Make a cluster's certificates and join tokens.
     #[command(subcommand)]
     Certs(certs::CertsCommand),
+    /// Show what settings come to.
+    #[command(subcommand)]
+    Config(config_command::ConfigCommand),
     /// The bundled training program: a byte-level transformer on any text.
     Trainer(trainer_command::TrainerArgs),
     /// Measure this program on this machine.
@@ -109,7 +121,11 @@ fn main() -> ExitCode {
         Command::Coordinator(args) => coordinator::run(args, cli.output),
         Command::Status(args) => status::run(args, cli.output),
         Command::Events(args) => events::run(args, cli.output),
-        Command::Drain(args) => status::drain(args, cli.output),
+        Command::Drain(args) => orders::drain(args, cli.output),
+        Command::Scale(args) => orders::scale(args, cli.output),
+        Command::Stop(args) => orders::stop(args, cli.output),
+        Command::Top(args) => top::run(args, cli.output),
+        Command::Config(command) => config_command::run(command, cli.output),
         Command::Checkpoint(command) => checkpoint::run(command, cli.output),
         Command::Certs(command) => certs::run(command, cli.output),
         Command::Trainer(args) => trainer_command::run(&args, cli.output),

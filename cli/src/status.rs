@@ -1,13 +1,13 @@
-//! `ripstop status` and `ripstop drain`.
+//! `ripstop status`, and which cluster a command speaks to.
 
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
 
 use clap::Args;
+use ripstop::Error;
 use ripstop::client::{Client, ClusterStatus, Contact, JobStatus, LocalRun};
 use ripstop::settings::{parse_addresses, parse_duration};
-use ripstop::{Error, NodeId};
 use types::JobId;
 
 use crate::certs::parse_job;
@@ -90,6 +90,25 @@ impl ClusterArgs {
     }
 }
 
+/// The job that an order is for: the one named, or the only one.
+pub(crate) fn pick_job<'a>(
+    status: &'a ClusterStatus,
+    named: Option<&JobId>,
+) -> Result<&'a JobStatus, Error> {
+    let mut jobs = status.jobs.iter().filter(|job| named.is_none_or(|named| job.job == *named));
+    match (jobs.next(), jobs.next(), named) {
+        (Some(job), None, _) => Ok(job),
+        (None, _, Some(named)) => Err(Error::Usage(format!(
+            "these coordinators know no job {named}: `ripstop status` without --run-id shows all"
+        ))),
+        (None, _, None) => Err(Error::Usage("these coordinators know no job yet".to_owned())),
+        (Some(_), Some(_), _) => {
+            let names: Vec<&str> = status.jobs.iter().map(|job| job.job.as_str()).collect();
+            Err(Error::Usage(format!("say which job by --run-id: {}", names.join(", "))))
+        }
+    }
+}
+
 fn names(runs: &[LocalRun]) -> String {
     let names: Vec<String> =
         runs.iter().map(|run| format!("{} (--pid {})", run.job, run.pid)).collect();
@@ -120,7 +139,7 @@ pub(crate) fn run(args: StatusArgs, output: OutputFormat) -> anyhow::Result<Exit
     Ok(ExitCode::SUCCESS)
 }
 
-fn text(status: &ClusterStatus) -> String {
+pub(crate) fn text(status: &ClusterStatus) -> String {
     let mut lines = vec![format!("coordinators (term {})", status.term)];
     for coordinator in &status.coordinators {
         let role = if coordinator.is_leader { "leader" } else { "" };
@@ -143,12 +162,14 @@ fn describe(job: &JobStatus, lines: &mut Vec<String>) {
     let or_dash = |value: Option<String>| value.unwrap_or_else(|| "-".to_owned());
     lines.push(String::new());
     lines.push(format!(
-        "job {}: {}, step {}, generation {}, lineage {}, {} virtual ranks{}",
+        "job {}: {}, step {}, generation {}, lineage {}, {} to {} members, {} virtual ranks{}",
         job.job,
         job.state,
         or_dash(job.step.map(|s| s.to_string())),
         or_dash(job.generation.map(|g| g.to_string())),
         or_dash(job.lineage.map(|l| l.to_string())),
+        job.min_members,
+        job.max_members,
         job.virtual_ranks,
         if job.mixed { ", mixed (not bit-exact)" } else { "" }
     ));
@@ -174,42 +195,4 @@ fn describe(job: &JobStatus, lines: &mut Vec<String>) {
             member.blocks
         ));
     }
-}
-
-/// Ask members to leave in good order.
-#[derive(Debug, Args)]
-pub(crate) struct DrainArgs {
-    #[command(flatten)]
-    cluster: ClusterArgs,
-    /// The nodes, as `ripstop status` numbers them.
-    #[arg(required = true, value_name = "NODE", value_parser = parse_node)]
-    nodes: Vec<NodeId>,
-}
-
-pub(crate) fn drain(args: DrainArgs, output: OutputFormat) -> anyhow::Result<ExitCode> {
-    let mut client = args.cluster.client_to_change()?;
-    let nodes = args.nodes;
-    crate::block_on(async {
-        let status = client.status(args.cluster.run_id.clone()).await?;
-        let has_all =
-            |job: &&JobStatus| nodes.iter().all(|n| job.members.iter().any(|m| m.node == *n));
-        let job = status.jobs.iter().find(has_all).map(|job| job.job.clone());
-        let job = job.ok_or_else(|| {
-            Error::Usage(
-                "no job has all these nodes: `ripstop status` shows who is there".to_owned(),
-            )
-        })?;
-        client.drain(job, nodes, "asked by an operator".to_owned()).await
-    })??;
-    match output {
-        OutputFormat::Json => print("{\"draining\": true}"),
-        OutputFormat::Text => print("they leave in good order, at the next planned change"),
-    }
-    Ok(ExitCode::SUCCESS)
-}
-
-fn parse_node(text: &str) -> Result<NodeId, String> {
-    text.parse()
-        .map(NodeId)
-        .map_err(|_| "a node is a number, in the first column of `ripstop status`".to_owned())
 }

@@ -582,6 +582,8 @@ pub struct JobStatus {
     pub max_members: u32,
     /// Its workers.
     pub members: Vec<MemberStatus>,
+    /// Whether it has a checkpoint store.
+    pub has_store: bool,
     /// The newest committed checkpoint.
     pub checkpoint: Option<CheckpointStatus>,
     /// Whether unequal fingerprints were admitted: runs are then not bit-exact.

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-pub use membership::{ClusterStatus, Event, JobStatus, MemberStatus};
+pub use membership::{CheckpointStatus, ClusterStatus, Event, JobStatus, MemberStatus};
 use membership::{ParticipantEvent, ToCoordinator};
 use serde::{Deserialize, Serialize};
 use tokio::sync::mpsc;
@@ -173,13 +173,56 @@ impl Client {
         nodes: Vec<NodeId>,
         reason: String,
     ) -> Result<(), Error> {
-        let sequence =
-            self.control.ask(ToCoordinator::Drain { nodes, job, reason, sequence: 0 }).await;
-        self.answer(|event| match event {
-            ParticipantEvent::Noted { sequence: at } if Some(at) == sequence => Some(()),
-            _ => None,
-        })
-        .await
+        self.order(ToCoordinator::Drain { nodes, job, reason, sequence: 0 }).await
+    }
+
+    /// From now on the job has at least `min` and at most `max` members; `None`: as before.
+    ///
+    /// # Errors
+    /// If the bounds can't be, there is no such job, or no coordinator answers in time.
+    pub async fn scale(
+        &mut self,
+        job: JobId,
+        min: Option<u32>,
+        max: Option<u32>,
+    ) -> Result<(), Error> {
+        self.order(ToCoordinator::Scale { job, min, max, sequence: 0 }).await
+    }
+
+    /// Asks for a checkpoint, and waits until one is committed that holds the state of now or a newer one.
+    ///
+    /// # Errors
+    /// If the job has no store or does not run, or no checkpoint is committed within `limit`.
+    pub async fn checkpoint(
+        &mut self,
+        job: JobId,
+        limit: Duration,
+    ) -> Result<CheckpointStatus, Error> {
+        let until = tokio::time::Instant::now() + limit;
+        let mut wanted = None;
+        let mut asked_in = None;
+        loop {
+            let status = self.status(Some(job.clone())).await?;
+            // What was asked of a leader died with it.
+            if asked_in != Some(status.term) {
+                self.order(ToCoordinator::Checkpoint { job: job.clone(), sequence: 0 }).await?;
+                asked_in = Some(status.term);
+            }
+            let known = status.jobs.into_iter().next();
+            let (step, found) = known.map_or((None, None), |job| (job.step, job.checkpoint));
+            let wanted = *wanted.get_or_insert(step.unwrap_or_default());
+            if let Some(found) = found.filter(|found| found.step >= wanted) {
+                return Ok(found);
+            }
+            if tokio::time::Instant::now() >= until {
+                return Err(Error::Checkpoint {
+                    reason: format!(
+                        "no checkpoint of step {wanted} or later within {limit:?}: `ripstop events --run-id {job}` shows why"
+                    ),
+                });
+            }
+            tokio::time::sleep(POLL).await;
+        }
     }
 
     /// Gives a coordinator that lost its disk its seat again, on the disk that it has now.
@@ -187,7 +230,11 @@ impl Client {
     /// # Errors
     /// If there is no such coordinator, it has not been started anew, or no other answers in time.
     pub async fn replace_coordinator(&mut self, coordinator: u64) -> Result<(), Error> {
-        let sequence = self.control.ask(ToCoordinator::Replace { coordinator, sequence: 0 }).await;
+        self.order(ToCoordinator::Replace { coordinator, sequence: 0 }).await
+    }
+
+    async fn order(&mut self, message: ToCoordinator) -> Result<(), Error> {
+        let sequence = self.control.ask(message).await;
         self.answer(|event| match event {
             ParticipantEvent::Noted { sequence: at } if Some(at) == sequence => Some(()),
             _ => None,
@@ -222,3 +269,6 @@ impl Client {
         tokio::time::timeout(self.deadline, picked).await.unwrap_or(Err(unreachable))
     }
 }
+
+/// Between two looks at how far a checkpoint is.
+const POLL: Duration = Duration::from_millis(100);

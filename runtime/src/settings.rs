@@ -252,6 +252,85 @@ impl Settings {
     }
 }
 
+/// A time that follows from the recovery target.
+#[derive(Clone, Copy, Debug)]
+pub struct Derived {
+    /// Its name.
+    pub name: &'static str,
+    /// How long it is.
+    pub time: Duration,
+    /// What it is for.
+    pub meaning: &'static str,
+}
+
+/// Every time that follows from the recovery target.
+///
+/// # Errors
+/// If the target is out of bounds.
+pub fn derived(recovery_target: Duration) -> Result<Vec<Derived>, String> {
+    let timing = Timing::new(recovery_target).map_err(|e| e.to_string())?;
+    let row = |name, time, meaning| Derived { name, time, meaning };
+    Ok(vec![
+        row("recovery_target", timing.target(), "a loss is overcome within this"),
+        row("heartbeat", timing.heartbeat(), "between two heartbeats of a worker"),
+        row("suspicion", timing.suspicion(), "silence after which a worker is lost"),
+        row("loss_window", Timing::LOSS_WINDOW, "losses closer together make one new world"),
+        row(
+            "stall",
+            timing.stall(),
+            "a pause of a coordinator's own after which silence proves nothing",
+        ),
+        row("grace", timing.grace(), "what a worker gets to find a new leader"),
+        row(
+            "leader_silence",
+            timing.leader_silence(),
+            "silence after which a worker tries another coordinator",
+        ),
+        row("raft_tick", timing.tick(), "Raft's tick"),
+        row(
+            "raft_heartbeat",
+            timing.tick() * HEARTBEAT_TICKS,
+            "between two heartbeats of the leader",
+        ),
+        row(
+            "raft_election",
+            timing.tick() * ELECTION_TICKS,
+            "the shortest silence of a leader before an election",
+        ),
+        row("dial", timing.dial(), "one try to connect"),
+        row(
+            "backoff_min",
+            timing.backoff_min(),
+            "the first pause after all coordinators were tried in vain",
+        ),
+        row("backoff_max", timing.backoff_max(), "the longest of these pauses"),
+        row("resend", timing.resend(), "before an unanswered request is sent again"),
+        row(
+            "quiet",
+            timing.quiet(),
+            "without a new joiner, before the minimum of members forms a first world",
+        ),
+        row(
+            "successor",
+            timing.successor(),
+            "a drain of all members waits so long for a joiner to take over",
+        ),
+        row(
+            "hang_timeout",
+            timing.hang(),
+            "the least time in one leaf that counts as a hang, while others wait",
+        ),
+        row(
+            "pause_timeout",
+            timing.pause(),
+            "the longest time outside of leaves, while others wait",
+        ),
+    ])
+}
+
+const HEARTBEAT_TICKS: u32 = Timing::HEARTBEAT_TICKS as u32;
+const ELECTION_TICKS: u32 = Timing::ELECTION_TICKS as u32;
+
 /// Opens the checkpoint store of a URL, with the credentials of the environment (`AWS_*`).
 ///
 /// # Errors

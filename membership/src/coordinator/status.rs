@@ -77,6 +77,7 @@ fn job_status(job: &Job, watch: Option<&JobWatch>) -> JobStatus {
         min_members: spec.min_members,
         max_members: spec.max_members,
         members: job.nodes().keys().map(member).collect(),
+        has_store: spec.checkpoint_every.is_some(),
         checkpoint,
         mixed: job.is_mixed(),
     }
