@@ -895,7 +895,7 @@ impl Sim {
             None => worker.turn.give(Turn::Waiting),
         }
         let outbox = std::mem::take(&mut worker.node.outbox);
-        worker.node.notes.clear();
+        worker.hear_notes(now);
         let heartbeat = worker.heartbeat(now);
         if worker.told.as_ref().map(|t| (&t.applied, t.entered, t.phase))
             != Some((&heartbeat.applied, heartbeat.entered, heartbeat.phase))

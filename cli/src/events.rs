@@ -54,16 +54,26 @@ fn line(event: &Event, output: OutputFormat) -> anyhow::Result<String> {
 
 /// One line for people.
 pub(crate) fn text(event: &Event) -> String {
-    let seconds = event.at_ms / 1000 % 86_400;
-    let time = format!(
-        "{:02}:{:02}:{:02}.{:03}",
+    let job = event.job.as_ref().map_or("-", |job| job.as_str());
+    format!(
+        "{:>6}  {}  {job:<12} {:<22} {}",
+        event.index,
+        time(event.at_ms),
+        event.kind,
+        event.message
+    )
+}
+
+/// Milliseconds since 1970 as a time of day.
+pub(crate) fn time(at_ms: u64) -> String {
+    let seconds = at_ms / 1000 % 86_400;
+    format!(
+        "{:02}:{:02}:{:02}.{:03}Z",
         seconds / 3600,
         seconds / 60 % 60,
         seconds % 60,
-        event.at_ms % 1000
-    );
-    let job = event.job.as_ref().map_or("-", |job| job.as_str());
-    format!("{:>6}  {time}Z  {job:<12} {:<22} {}", event.index, event.kind, event.message)
+        at_ms % 1000
+    )
 }
 
 const FOLLOW_PAUSE: Duration = Duration::from_millis(500);

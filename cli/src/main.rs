@@ -7,6 +7,7 @@ mod config_command;
 mod coordinator;
 mod demo;
 mod events;
+mod explain;
 mod orders;
 mod rehearsal;
 mod run;
@@ -51,6 +52,8 @@ enum Command {
     Top(top::TopArgs),
     /// Show what happened.
     Events(events::EventsArgs),
+    /// Explain a change of members: what happened, who noticed, what each phase took, what it cost.
+    Explain(explain::ExplainArgs),
     /// Ask members to leave in good order; others take over their virtual ranks.
     Drain(orders::DrainArgs),
     /// Change how many members a running job has.
@@ -121,6 +124,7 @@ fn main() -> ExitCode {
         Command::Coordinator(args) => coordinator::run(args, cli.output),
         Command::Status(args) => status::run(args, cli.output),
         Command::Events(args) => events::run(args, cli.output),
+        Command::Explain(args) => explain::run(args, cli.output),
         Command::Drain(args) => orders::drain(args, cli.output),
         Command::Scale(args) => orders::scale(args, cli.output),
         Command::Stop(args) => orders::stop(args, cli.output),

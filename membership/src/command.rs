@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize};
 use types::{Attempt, Block, Digest, Generation, JobId, Lineage, NodeId, Start, Step, Term};
 
-use crate::message::{Cause, Join};
+use crate::message::{Cause, Cost, Join};
 use crate::peer::Role;
 
 /// An entry of the log.
@@ -84,6 +84,15 @@ pub enum Command {
         job: JobId,
         /// The world.
         generation: Generation,
+    },
+    /// All members of a world have finished their first step in it.
+    Settle {
+        /// The job.
+        job: JobId,
+        /// The world.
+        generation: Generation,
+        /// What the change cost.
+        cost: Cost,
     },
     /// These are to leave in good order.
     Drain {

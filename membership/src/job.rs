@@ -23,6 +23,8 @@ pub struct Job {
     fingerprint: Fingerprint,
     is_mixed: bool,
     stage: Stage,
+    /// The newest world of which it is known what the change cost.
+    settled: Generation,
     /// What the last step led to.
     result: Option<(Step, Digest)>,
     nodes: BTreeMap<NodeId, Listed>,
@@ -131,6 +133,7 @@ impl Job {
             fingerprint: join.fingerprint.clone(),
             is_mixed: false,
             stage: Stage::Running,
+            settled: Generation(0),
             result: None,
             nodes: BTreeMap::new(),
             gone: BTreeMap::new(),
@@ -568,6 +571,21 @@ impl Job {
         let is_planned = self.worlds[&generation].from.is_some();
         self.worlds = self.worlds.split_off(&former.filter(|_| is_planned).unwrap_or(generation));
         true
+    }
+
+    /// Notes that a world's first step is done; false if that is no news.
+    pub(crate) fn settle(&mut self, generation: Generation) -> bool {
+        let is_news = generation <= self.generation && generation > self.settled;
+        if is_news {
+            self.settled = generation;
+        }
+        is_news
+    }
+
+    /// The newest world of which it is known what the change cost.
+    #[must_use]
+    pub fn settled(&self) -> Generation {
+        self.settled
     }
 
     /// Begins a checkpoint by the living members of the newest world.

@@ -32,9 +32,9 @@ pub use detector::Detector;
 pub use formation::{Decision, Formation};
 pub use job::{Committed, Gone, Job, Listed, OpenIntent, Stage};
 pub use message::{
-    Cause, CheckpointStatus, ClusterStatus, CoordinatorStatus, Event, Fingerprint, FoundCheckpoint,
-    FromCoordinator, Heartbeat, Intent, JobSpec, JobStatus, Join, MemberStatus, Phase, Release,
-    Standing, ToCoordinator, Turn, describe_blocks,
+    Cause, Change, CheckpointStatus, ClusterStatus, CoordinatorStatus, Cost, Event, Fingerprint,
+    FoundCheckpoint, FromCoordinator, Heartbeat, Intent, JobSpec, JobStatus, Join, MemberStatus,
+    Phase, Release, Standing, ToCoordinator, Turn, describe_blocks,
 };
 pub use participant::{Participant, ParticipantAction, ParticipantEvent};
 pub use peer::{ConnectionKey, EnrollRequest, Peer, Role};

@@ -171,11 +171,50 @@ pub struct Heartbeat {
     pub longest_leaf: Option<Duration>,
     /// Nodes of its world that it could not reach for half the recovery target: at most [`Self::CUT_OFF_MAX`].
     pub cut_off: Vec<NodeId>,
+    /// What changes cost this member whose first step is done here: the newest, at most [`Self::CHANGES_MAX`], ascending.
+    pub changes: Vec<Change>,
+}
+
+/// What a change of the world cost one member.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Change {
+    /// The new world.
+    pub generation: Generation,
+    /// What it cost.
+    pub cost: Cost,
+}
+
+/// What a change of the world cost. Of all members together: the longest times, and the sums.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Cost {
+    /// From the new world's arrival until all of its members were known to have entered it.
+    pub entering: Duration,
+    /// From the new world's arrival until its first step was summed.
+    pub stepping: Duration,
+    /// Leaves that were computed again.
+    pub recomputed_leaves: u64,
+    /// Final chunks that were sent again, to members that lacked them.
+    pub passed_chunks: u64,
+}
+
+impl Cost {
+    /// Of both together.
+    #[must_use]
+    pub fn join(self, other: Self) -> Self {
+        Self {
+            entering: self.entering.max(other.entering),
+            stepping: self.stepping.max(other.stepping),
+            recomputed_leaves: self.recomputed_leaves.saturating_add(other.recomputed_leaves),
+            passed_chunks: self.passed_chunks.saturating_add(other.passed_chunks),
+        }
+    }
 }
 
 impl Heartbeat {
     /// Most boundaries of one heartbeat.
     pub const APPLIED_MAX: usize = 4;
+    /// Most changes of one heartbeat.
+    pub const CHANGES_MAX: usize = 4;
     /// Most nodes in [`Self::cut_off`].
     pub const CUT_OFF_MAX: usize = 64;
 
@@ -229,6 +268,21 @@ impl fmt::Display for Cause {
 }
 
 impl Cause {
+    /// One word for it, that stays the same between versions.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Exited { .. } => "exited",
+            Self::Signalled { .. } => "signalled",
+            Self::Silent => "silent",
+            Self::Hung => "hung",
+            Self::CutOff => "cut_off",
+            Self::Diverged => "diverged",
+            Self::Orphaned => "orphaned",
+            Self::Left => "left",
+        }
+    }
+
     /// Whether the coordinators found it, so that the process may live on without knowing.
     #[must_use]
     pub fn is_verdict(self) -> bool {
@@ -630,7 +684,7 @@ pub struct Event {
     /// The job concerned.
     pub job: Option<JobId>,
     /// `joined`, `lost`, `world`, `entered`, `drain`, `left`, `restart`, `checkpoint_intent`, `checkpoint_committed`,
-    /// `checkpoint_abandoned`, `finished`, `stopped`, `scaled`, `refused`, `leader`, `token_used`, `diverged`.
+    /// `checkpoint_abandoned`, `finished`, `stopped`, `scaled`, `settled`, `refused`, `leader`, `token_used`, `diverged`.
     pub kind: String,
     /// For people.
     pub message: String,
@@ -640,6 +694,10 @@ pub struct Event {
     pub generation: Option<Generation>,
     /// The step concerned.
     pub step: Option<Step>,
+    /// Of a loss: [`Cause::name`].
+    pub cause: Option<String>,
+    /// Of a world that has settled: what the change cost.
+    pub cost: Option<Cost>,
 }
 
 /// Blocks of virtual ranks as people read them: `0-3,8-9`.

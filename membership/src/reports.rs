@@ -1,13 +1,14 @@
 //! What the leader knows of a job's workers from their heartbeats. Lost with the leader, and soon told again.
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 use std::time::Duration;
 
 use types::{Digest, Generation, Lineage, NodeId, Step, Timestamp, World};
 
 use crate::config::Timing;
 use crate::job::Job;
-use crate::message::{Heartbeat, Phase};
+use crate::message::{Change, Heartbeat, Phase};
 
 /// The newest heartbeat of each worker of one job, and what follows from them together.
 #[derive(Debug, Default)]
@@ -16,12 +17,16 @@ pub struct Reports {
     /// Digests by boundary, of the current lineage, until all members named theirs.
     states: BTreeMap<Step, BTreeMap<NodeId, Digest>>,
     lineage: Lineage,
+    /// The newest worlds, of which it may still be told what the change cost.
+    worlds: BTreeMap<Generation, Arc<World>>,
     /// The highest boundary seen, and when it was first seen.
     front: Option<(Timestamp, Step)>,
     steps_per_second: f64,
 }
 
 impl Reports {
+    /// Worlds that may follow one another before anything is summed in them.
+    const WORLDS_MAX: usize = 8;
     /// Boundaries that are kept for comparing; the members are at most one step apart.
     const STATES_MAX: usize = 32;
 
@@ -34,6 +39,13 @@ impl Reports {
         job: &Job,
     ) {
         heartbeat.applied.truncate(Heartbeat::APPLIED_MAX);
+        heartbeat.changes.truncate(Heartbeat::CHANGES_MAX);
+        if let Some(world) = job.world().filter(|w| !self.worlds.contains_key(&w.generation)) {
+            self.worlds.insert(world.generation, Arc::clone(world));
+            if self.worlds.len() > Self::WORLDS_MAX {
+                self.worlds.pop_first();
+            }
+        }
         if self.lineage != job.lineage() {
             self.lineage = job.lineage();
             self.states.clear();
@@ -88,6 +100,22 @@ impl Reports {
         let heard = |node: &NodeId| self.newest.contains_key(node);
         job.world()
             .is_some_and(|w| w.nodes().filter(|n| job.is_living(*n)).all(|node| heard(&node)))
+    }
+
+    /// What the change to a world cost, once all its members that live have done their first step in it; of those after `after` the oldest.
+    #[must_use]
+    pub fn cost(&self, job: &Job, after: Generation) -> Option<Change> {
+        let of_member = |generation: Generation, node: NodeId| {
+            let changes = &self.newest.get(&node)?.changes;
+            changes.iter().find(|change| change.generation == generation).map(|change| change.cost)
+        };
+        self.worlds.range(after.next()..).find_map(|(generation, world)| {
+            let mut living = world.nodes().filter(|node| job.is_living(*node)).peekable();
+            living.peek()?;
+            let costs = living.map(|node| of_member(*generation, node));
+            let cost = costs.reduce(|all, one| Some(all?.join(one?)))??;
+            Some(Change { generation: *generation, cost })
+        })
     }
 
     /// The highest boundary of the newest world's living members; that of the lineage's start if none reported one.

@@ -7,12 +7,12 @@
 use std::collections::{BTreeMap, VecDeque};
 
 use serde::{Deserialize, Serialize};
-use types::{Attempt, Digest, JobId, NodeId, Term, WireError, decode, encode};
+use types::{Attempt, Digest, Generation, JobId, NodeId, Term, WireError, decode, encode};
 
 use crate::command::{Command, Entry};
 use crate::config::COORDINATOR_ID_MAX;
 use crate::job::{Job, USAGE};
-use crate::message::{Cause, Event, Join};
+use crate::message::{Cause, Cost, Event, Join};
 
 /// The replicated state.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -168,6 +168,7 @@ impl Roster {
             Command::Scale { job, min, max } => self.scale(job, min, max, log),
             Command::Stop { job, .. } => self.stop(job, log),
             Command::Finish { job, lineage, digest, .. } => self.finish(job, lineage, digest, log),
+            Command::Settle { job, generation, cost } => self.settle(job, generation, cost, log),
             world @ (Command::FormWorld { .. } | Command::Enter { .. }) => self.world(world, log),
             checkpoint @ (Command::Intend { .. }
             | Command::Receipt { .. }
@@ -309,6 +310,7 @@ impl Roster {
             let event =
                 log.push(kind, Some(id.clone()), format!("node {node} is lost ({cause}{detail})"));
             (event.nodes, event.generation) = (vec![*node], generation);
+            event.cause = Some(cause.name().to_owned());
         }
         log.abandoned(&id, ended, "a member is out");
         if job.nodes().is_empty() && !is_over {
@@ -442,6 +444,29 @@ impl Roster {
         }
     }
 
+    fn settle(
+        &mut self,
+        id: JobId,
+        generation: Generation,
+        cost: Cost,
+        log: &mut EventLog,
+    ) -> (Reply, Touched) {
+        let Some(job) = self.jobs.get_mut(&id) else { return unknown(&id) };
+        if !job.settle(generation) {
+            return (Reply::stale("known already, or another world"), Touched::Nothing);
+        }
+        let message = format!(
+            "the first step in world {generation} is done, {:.0} ms after it came: entered in {:.0} ms, {} leaves computed again, {} chunks sent again",
+            cost.stepping.as_secs_f64() * 1e3,
+            cost.entering.as_secs_f64() * 1e3,
+            cost.recomputed_leaves,
+            cost.passed_chunks
+        );
+        let event = log.push("settled", Some(id), message);
+        (event.generation, event.cost) = (Some(generation), Some(cost));
+        (Reply::Done, Touched::Nothing)
+    }
+
     fn checkpoint(&mut self, command: Command, log: &mut EventLog) -> (Reply, Touched) {
         let id = match &command {
             Command::Intend { job, .. }
@@ -571,6 +596,8 @@ impl EventLog {
             nodes: Vec::new(),
             generation: None,
             step: None,
+            cause: None,
+            cost: None,
         });
         self.events.last_mut().expect("just pushed")
     }

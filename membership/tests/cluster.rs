@@ -499,6 +499,25 @@ fn a_checkpoint_that_is_asked_for_begins_at_once_and_also_after_an_open_one() {
     assert_eq!(cluster.kinds("checkpoint_intent").len(), 2, "and no more than asked for");
 }
 
+#[test]
+fn what_a_change_cost_is_told_once_by_all_its_members_together() {
+    let job = spec("demo", (1, 3, 8));
+    let (mut cluster, nodes) = training(&job, 3);
+    cluster.kill_worker(nodes[1]);
+    goes_on(&mut cluster, &[nodes[0], nodes[2]], "two step");
+    // A new leader does not tell it again.
+    let leader = cluster.leader().unwrap();
+    cluster.kill(leader);
+    cluster.run_until(S * 5, "a leader", |c| c.leader().is_some());
+    cluster.run(S * 3);
+    let told: Vec<(u64, u64)> = cluster
+        .kinds("settled")
+        .iter()
+        .map(|event| (event.generation.unwrap().0, event.cost.unwrap().recomputed_leaves))
+        .collect();
+    assert_eq!(told, [(1, 3), (2, 2)]);
+}
+
 /// What the agent is told of a job.
 fn news(cluster: &mut Cluster, job: &JobSpec, nodes: &[NodeId]) -> News {
     let question =
@@ -852,7 +871,7 @@ fn status_and_events_answer_an_operator() {
         _ => None,
     });
     let kinds: Vec<String> = events.unwrap().into_iter().map(|e| e.kind).collect();
-    assert_eq!(kinds, ["joined", "joined", "world", "entered"]);
+    assert_eq!(kinds, ["joined", "joined", "world", "entered", "settled"]);
 }
 
 #[test]

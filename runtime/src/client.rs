@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-pub use membership::{CheckpointStatus, ClusterStatus, Event, JobStatus, MemberStatus};
+pub use membership::{CheckpointStatus, ClusterStatus, Cost, Event, JobStatus, MemberStatus};
 use membership::{ParticipantEvent, ToCoordinator};
 use serde::{Deserialize, Serialize};
 use tokio::sync::mpsc;

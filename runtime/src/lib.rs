@@ -22,12 +22,13 @@
 //! ```
 //!
 //! This room promises that the program's loop never learns of failures: it only gets more virtual ranks to compute. It opens HTTP and the
-//! agent's pipes, reads the environment and the clock. Everything that decides is a machine: [`step_cycle`], [`state_copy`] and [`turn`] here, the rest
+//! agent's pipes, reads the environment and the clock. Everything that decides is a machine: [`step_cycle`], [`state_copy`], [`turn`] and [`change`] here, the rest
 //! in the rooms below.
 
 mod active_step;
 pub mod agent;
 pub mod certificates;
+pub mod change;
 pub mod checkpoints;
 pub mod client;
 pub mod clock;

@@ -6,7 +6,8 @@ use std::time::Duration;
 
 use collectives::{Chunk, OperationAction};
 use types::{
-    Digest, Lineage, NodeId, Start, Step, Timestamp, TreeNode, VirtualRank, VirtualRanks, World,
+    Digest, Generation, Lineage, NodeId, Start, Step, Timestamp, TreeNode, VirtualRank,
+    VirtualRanks, World,
 };
 
 use ripstop::state_copy::{CopyAction, StateCopy};
@@ -134,11 +135,9 @@ pub(crate) enum User {
 /// What happened that the simulation wants to know.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Note {
-    Adopted,
-    Entered,
-    Ready(Step),
-    Excluded,
-    Diverged(NodeId),
+    Adopted(Generation),
+    Entered(Generation),
+    Ready,
 }
 
 /// One worker.
@@ -453,11 +452,10 @@ impl Node {
                     self.fetched = None;
                     self.restore = Some((lineage, start));
                 }
-                Action::Adopted { .. } => self.notes.push(Note::Adopted),
-                Action::Entered { .. } => self.notes.push(Note::Entered),
-                Action::Ready { step } => self.notes.push(Note::Ready(step)),
-                Action::Excluded { .. } => self.notes.push(Note::Excluded),
-                Action::Diverged { node, .. } => self.notes.push(Note::Diverged(node)),
+                Action::Adopted { generation } => self.notes.push(Note::Adopted(generation)),
+                Action::Entered { generation } => self.notes.push(Note::Entered(generation)),
+                Action::Ready { .. } => self.notes.push(Note::Ready),
+                Action::Excluded { .. } | Action::Diverged { .. } => {}
             }
         }
     }

@@ -6,9 +6,10 @@ use std::time::Duration;
 use membership::{Heartbeat, Intent, Participant, ParticipantEvent, Phase, Release, ToCoordinator};
 use types::{Attempt, Digest, Generation, NodeId, Step, Timestamp};
 
+use ripstop::change::ChangeKeeper;
 use ripstop::turn::TurnKeeper;
 
-use super::node::{Node, TrainState, User};
+use super::node::{Node, Note, TrainState, User};
 
 #[derive(Debug)]
 pub(crate) struct Worker {
@@ -28,6 +29,7 @@ pub(crate) struct Worker {
     /// Its program never comes back.
     pub(crate) is_hung: bool,
     pub(crate) turn: TurnKeeper,
+    change: ChangeKeeper,
     is_draining: bool,
 }
 
@@ -47,6 +49,7 @@ impl Worker {
             told: None,
             is_hung: false,
             turn: TurnKeeper::new(),
+            change: ChangeKeeper::default(),
             is_draining: false,
         }
     }
@@ -101,6 +104,18 @@ impl Worker {
         Some(Ok((intent, state)))
     }
 
+    /// Takes up what the machine said of changes.
+    pub(crate) fn hear_notes(&mut self, now: Timestamp) {
+        let counters = self.node.cycle.counters();
+        for note in self.node.notes.drain(..) {
+            match note {
+                Note::Adopted(generation) => self.change.handle_adopted(now, generation, counters),
+                Note::Entered(generation) => self.change.handle_entered(now, generation),
+                Note::Ready => self.change.handle_ready(now, counters),
+            }
+        }
+    }
+
     pub(crate) fn heartbeat(&mut self, now: Timestamp) -> Heartbeat {
         let cycle = &self.node.cycle;
         let applied: Vec<(Step, Digest)> = cycle.digests().collect();
@@ -122,6 +137,7 @@ impl Worker {
             pulse: self.turn.pulse,
             longest_leaf: self.turn.longest_leaf(),
             cut_off: self.turn.cut_off(now, CUT_OFF_AFTER),
+            changes: self.change.newest(),
         }
     }
 }

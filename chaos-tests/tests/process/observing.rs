@@ -5,7 +5,7 @@ use std::net::{SocketAddr, TcpStream};
 use std::time::Duration;
 
 use anyhow::{Context, ensure};
-use ripstop_chaos::process::{Job, Place, coordinator, free_port, play};
+use ripstop_chaos::process::{Job, Place, Signal, coordinator, free_port, play};
 use serde_json::Value;
 
 #[test]
@@ -93,6 +93,36 @@ fn get(at: SocketAddr, path: &str) -> anyhow::Result<(u16, String)> {
     let (head, body) = answer.split_once("\r\n\r\n").context("no end of the head")?;
     let code = head.split(' ').nth(1).and_then(|code| code.parse().ok()).context("no code")?;
     Ok((code, body.to_owned()))
+}
+
+#[test]
+fn a_death_is_explained_with_who_noticed_and_what_it_cost() -> anyhow::Result<()> {
+    play(|cluster| {
+        let job = Job::new(2000).with_leaf_ms(5).with_flags(&["--max-restarts", "0"]);
+        cluster.start_single_coordinator()?;
+        let agent = cluster.start_agent(&job, Place::Coordinators, 3)?;
+        cluster.wait("steps", |traces| (traces.boundary() >= 5).then_some(()))?;
+        let victim = cluster.traces().alive()[1];
+        ensure!(cluster.signal_worker(victim, Signal::KILL)?, "worker {victim} was gone already");
+        let list = cluster.coordinator_list();
+        let place = ["--coordinators", &list, "--certs", "ca"];
+        let change = cluster.poll("the cost of its death", |cluster| {
+            let said = cluster.run(&[&["explain", "-o", "json"], place.as_slice()].concat())?;
+            let change: Value =
+                serde_json::from_str(&said.out).with_context(|| format!("{said:?}"))?;
+            let is_it = change["went"] == serde_json::json!([victim]);
+            Ok((is_it && change["total_ms"].is_f64()).then_some(change))
+        })?;
+        ensure!(change["noticed_by"] == "agent" && change["generation"] == 2, "{change}");
+        ensure!(change["recomputed_leaves"].as_u64() <= Some(8), "{change}");
+        let said = cluster.run(&[&["explain"], place.as_slice()].concat())?;
+        ensure!(said.out.contains("killed by signal 9"), "{said:?}");
+        let said = cluster.run(&[&["explain", "77"], place.as_slice()].concat())?;
+        ensure!(said.code == 64 && said.err.contains("there are 1 to 2"), "{said:?}");
+        cluster.signal(&agent, Signal::TERM)?;
+        ensure!(cluster.said(&agent)?.code == 75, "the agent failed");
+        Ok(())
+    })
 }
 
 #[test]

@@ -12,7 +12,7 @@ use crate::coordinator::{Action, Coordinator};
 use crate::detector::Detector;
 use crate::formation::{Decision, Formation};
 use crate::job::{Job, Stage};
-use crate::message::{Cause, FromCoordinator, JobSpec};
+use crate::message::{Cause, Change, FromCoordinator, JobSpec};
 use crate::peer::{ConnectionKey, Role};
 use crate::progress::{Progress, Stalled};
 use crate::reports::Reports;
@@ -54,6 +54,7 @@ impl Leading {
             below_since: None,
             busy: BTreeSet::new(),
             entering: None,
+            settled: Generation(0),
             losing: BTreeSet::new(),
         })
     }
@@ -71,6 +72,8 @@ pub(super) struct JobWatch {
     /// Decisions that are on their way into the log: one of a kind at a time.
     pub(super) busy: BTreeSet<Topic>,
     pub(super) entering: Option<Generation>,
+    /// The newest world of which the log was told what the change cost.
+    pub(super) settled: Generation,
     pub(super) losing: BTreeSet<NodeId>,
 }
 
@@ -363,6 +366,13 @@ impl Coordinator {
         }
         let is_last = job.is_all_draining() && !watch.formation.waits_for_successor(now, job);
         let decision = watch.checkpointing.evaluate(now, job, &watch.reports, is_last);
+        if let Some(change) = watch.reports.cost(job, job.settled().max(watch.settled)) {
+            let Change { generation, cost } = change;
+            watch.settled = generation;
+            let command = Command::Settle { job: id.clone(), generation, cost };
+            self.propose(command, Some(id.clone()), Purpose::Record);
+            return;
+        }
         let finished = job.spec().total_steps.filter(|total| {
             job.stage() == Stage::Running
                 && watch.reports.is_in_effect(job)

@@ -6,7 +6,8 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use membership::{
-    Fingerprint, Heartbeat, Intent, JobSpec, Join, ParticipantEvent, Phase, Release, ToCoordinator,
+    Change, Cost, Fingerprint, Heartbeat, Intent, JobSpec, Join, ParticipantEvent, Phase, Release,
+    ToCoordinator,
 };
 use types::{Address, Digest, Generation, Lineage, NodeId, Step, Timestamp, World};
 
@@ -79,6 +80,7 @@ impl Worker {
             (Some(world), _) if world.has_follower(self.node) => Phase::Following,
             _ => Phase::Leaving,
         };
+        let cost = Cost { recomputed_leaves: 1, ..Cost::default() };
         Heartbeat {
             entered: self.entered,
             lineage: self.lineage,
@@ -86,6 +88,11 @@ impl Worker {
             phase,
             progress: self.progress,
             pulse: now.0,
+            changes: self
+                .entered
+                .map(|generation| Change { generation, cost })
+                .into_iter()
+                .collect(),
             ..Heartbeat::default()
         }
     }

@@ -24,6 +24,7 @@ use types::{Digest, Lineage, NodeId, Start, Step, Timestamp, VirtualRank, World,
 use super::buffers::{Buffers, Finals};
 use super::control::ControlHandle;
 use super::peers::PeersHandle;
+use crate::change::ChangeKeeper;
 use crate::clock;
 use crate::error::Error;
 use crate::metrics::WorkerMetrics;
@@ -160,6 +161,7 @@ pub(crate) struct Engine {
     idle_since: Timestamp,
     joined: bool,
     turn: TurnKeeper,
+    change: ChangeKeeper,
     seen_generation: Option<types::Generation>,
     step_began: Option<Timestamp>,
     /// The sign of life that was given last, and when.
@@ -199,6 +201,7 @@ impl Engine {
             idle_since: clock::now(),
             joined: parts.control.is_none(),
             turn: TurnKeeper::new(),
+            change: ChangeKeeper::default(),
             seen_generation: None,
             step_began: None,
             told: None,
@@ -442,11 +445,13 @@ impl Engine {
                         .generation
                         .set(i64::try_from(generation.0).unwrap_or(i64::MAX));
                     self.parts.trace.event("entered", json!({"generation": generation}));
+                    self.change.handle_entered(clock::now(), generation);
                     tracing::debug!(%generation, "entered");
                 }
                 Action::Adopted { generation } => {
                     let world = self.cycle.world().map(ToString::to_string).unwrap_or_default();
                     self.turn.advance();
+                    self.change.handle_adopted(clock::now(), generation, self.cycle.counters());
                     self.parts.trace.event(
                         "world",
                         json!({"generation": generation, "step": self.cycle.applied()}),
@@ -455,6 +460,7 @@ impl Engine {
                 }
                 Action::Ready { step } => {
                     self.turn.advance();
+                    self.change.handle_ready(clock::now(), self.cycle.counters());
                     self.parts.trace.event("final", json!({"step": step}));
                 }
                 Action::Excluded { generation } => {
@@ -539,6 +545,7 @@ impl Engine {
             pulse: self.turn.pulse,
             longest_leaf: self.turn.longest_leaf(),
             cut_off: self.turn.cut_off(now, self.parts.settings.recovery_target / 2),
+            changes: self.change.newest(),
         };
         // A step of a millisecond would wake the control thread all the time for what it says a few times a second.
         if let Some((told, at)) = &self.told {
