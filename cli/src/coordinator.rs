@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Duration;
 
@@ -56,9 +56,12 @@ struct ProcessArgs {
     /// Where to listen; the address among the peers if not given.
     #[arg(long, value_name = "IP:PORT")]
     listen: Option<SocketAddr>,
-    /// Where to serve /metrics, /livez and /readyz.
+    /// Where to serve /metrics, /livez, /readyz and /v1/jobs.
     #[arg(long, value_name = "IP:PORT")]
     http: Option<SocketAddr>,
+    /// A file with the token that orders by HTTP must bring (and reads, where HTTP listens elsewhere than on loopback); without it there are none.
+    #[arg(long, value_name = "FILE", requires = "http")]
+    http_token: Option<PathBuf>,
     /// How soon a loss must be overcome: the one knob of time, the same on all coordinators and agents.
     #[arg(long, value_name = "DURATION", default_value = "1s", value_parser = ripstop::settings::parse_duration, env = "RIPSTOP_RECOVERY_TARGET")]
     recovery_target: Duration,
@@ -110,6 +113,7 @@ fn serve(args: ProcessArgs) -> anyhow::Result<ExitCode> {
         authority,
         recovery_target: args.recovery_target,
         http: args.http,
+        http_token: args.http_token.as_deref().map(read_token).transpose()?,
         trace: args.trace_dir.map(|dir| dir.join(format!("coordinator-{}.ndjson", args.id))),
     })?;
     tracing::info!(id = args.id, address = %handle.address(), http = ?handle.http(), "coordinator listens");
@@ -117,6 +121,27 @@ fn serve(args: ProcessArgs) -> anyhow::Result<ExitCode> {
     handle.stop()?;
     Ok(ExitCode::SUCCESS)
 }
+
+/// Reads the token of HTTP.
+fn read_token(file: &Path) -> Result<String, Error> {
+    let wrong = |why: String| {
+        Error::Settings(format!(
+            "--http-token {}: {why}; make one by `head -c 32 /dev/urandom | base64 > FILE`",
+            file.display()
+        ))
+    };
+    let text = std::fs::read_to_string(file).map_err(|e| wrong(e.to_string()))?;
+    let token = text.trim();
+    if token.len() < TOKEN_MIN || !token.chars().all(|c| c.is_ascii_graphic()) {
+        return Err(wrong(format!(
+            "it must be one word of at least {TOKEN_MIN} visible ASCII characters"
+        )));
+    }
+    Ok(token.to_owned())
+}
+
+/// Shorter ones can be guessed.
+const TOKEN_MIN: usize = 16;
 
 async fn wait_for_end(handle: &CoordinatorHandle) {
     use tokio::signal::unix::{SignalKind, signal};

@@ -193,6 +193,7 @@ impl Embedded {
             authority,
             recovery_target: config.recovery_target,
             http: None,
+            http_token: None,
             trace: config.trace_dir.as_ref().map(|dir| dir.join("coordinator-1.ndjson")),
         })?;
         Ok(Self { coordinator, operator, token, _data: data })
@@ -496,7 +497,7 @@ impl Agent {
 }
 
 async fn serve_http(at: SocketAddr, metrics: Metrics, ready: Arc<AtomicBool>) {
-    if let Err(error) = crate::http::serve(at, metrics, ready).await {
+    if let Err(error) = crate::http::serve(at, metrics, ready, None).await {
         tracing::error!(%error, "http can't be served");
     }
 }

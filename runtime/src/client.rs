@@ -113,7 +113,7 @@ impl Client {
         Self::start(coordinators, Arc::new(identity), deadline)
     }
 
-    fn start(
+    pub(crate) fn start(
         coordinators: Vec<SocketAddr>,
         identity: Arc<Identity>,
         deadline: Duration,
@@ -189,6 +189,14 @@ impl Client {
         self.order(ToCoordinator::Scale { job, min, max, sequence: 0 }).await
     }
 
+    /// Asks for a checkpoint as soon as one can begin.
+    ///
+    /// # Errors
+    /// If the job has no store or does not run, or no coordinator answers in time.
+    pub async fn ask_checkpoint(&mut self, job: JobId) -> Result<(), Error> {
+        self.order(ToCoordinator::Checkpoint { job, sequence: 0 }).await
+    }
+
     /// Asks for a checkpoint, and waits until one is committed that holds the state of now or a newer one.
     ///
     /// # Errors
@@ -205,7 +213,7 @@ impl Client {
             let status = self.status(Some(job.clone())).await?;
             // What was asked of a leader died with it.
             if asked_in != Some(status.term) {
-                self.order(ToCoordinator::Checkpoint { job: job.clone(), sequence: 0 }).await?;
+                self.ask_checkpoint(job.clone()).await?;
                 asked_in = Some(status.term);
             }
             let known = status.jobs.into_iter().next();

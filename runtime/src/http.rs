@@ -1,4 +1,6 @@
-//! HTTP for machines that watch: `/metrics`, `/livez`, `/readyz`. Reads only.
+//! HTTP for machines: `/metrics`, `/livez`, `/readyz`; at coordinators also jobs and orders to them (see [`jobs`]).
+
+pub(crate) mod jobs;
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -19,6 +21,7 @@ pub(crate) async fn serve(
     at: SocketAddr,
     metrics: Metrics,
     ready: Arc<AtomicBool>,
+    api: Option<jobs::Api>,
 ) -> Result<SocketAddr, Error> {
     let listener = tokio::net::TcpListener::bind(at)
         .await
@@ -36,7 +39,8 @@ pub(crate) async fn serve(
     let router = Router::new()
         .route("/livez", get(|| async { "alive\n" }))
         .route("/readyz", get(readiness))
-        .route("/metrics", get(exposition));
+        .route("/metrics", get(exposition))
+        .merge(api.map(jobs::Api::router).unwrap_or_default());
     tokio::spawn(async move {
         if let Err(error) = axum::serve(listener, router).await {
             tracing::warn!(%error, "http ended");

@@ -84,10 +84,24 @@ fn check_exposition(metrics: &str) -> anyhow::Result<()> {
 
 /// The answer to a GET, by hand.
 fn get(at: SocketAddr, path: &str) -> anyhow::Result<(u16, String)> {
+    ask(at, &format!("GET {path}"), "", "")
+}
+
+/// The answer to a request line with these further headers and this body, by hand.
+pub(crate) fn ask(
+    at: SocketAddr,
+    request: &str,
+    headers: &str,
+    body: &str,
+) -> anyhow::Result<(u16, String)> {
     let limit = Duration::from_secs(10);
     let mut stream = TcpStream::connect_timeout(&at, limit)?;
     stream.set_read_timeout(Some(limit))?;
-    write!(stream, "GET {path} HTTP/1.1\r\nHost: {at}\r\nConnection: close\r\n\r\n")?;
+    let length = body.len();
+    write!(
+        stream,
+        "{request} HTTP/1.1\r\nHost: {at}\r\nConnection: close\r\nContent-Length: {length}\r\n{headers}\r\n{body}"
+    )?;
     let mut answer = String::new();
     stream.read_to_string(&mut answer)?;
     let (head, body) = answer.split_once("\r\n\r\n").context("no end of the head")?;

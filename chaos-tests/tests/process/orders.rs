@@ -1,8 +1,12 @@
 //! What an operator orders of a running job, and what becomes of it.
 
+use std::net::SocketAddr;
+
 use anyhow::{Context, ensure};
-use ripstop_chaos::process::{Cluster, Job, Place, Traces, play};
+use ripstop_chaos::process::{Cluster, Job, Place, Traces, coordinator, free_port, play};
 use serde_json::Value;
+
+use crate::observing::ask;
 
 #[test]
 fn a_running_job_is_scaled_saved_and_stopped_and_goes_on_to_the_same_digest() -> anyhow::Result<()>
@@ -37,6 +41,77 @@ fn a_running_job_is_scaled_saved_and_stopped_and_goes_on_to_the_same_digest() ->
         let said = cluster.said(&agent)?;
         cluster.check_end(&undisturbed, &said)
     })
+}
+
+#[test]
+fn orders_by_http_need_the_token_and_reach_the_leader_from_any_coordinator() -> anyhow::Result<()> {
+    play(|cluster| {
+        let token = "a-token-of-at-least-16";
+        std::fs::write(cluster.folder().join("token"), format!("{token}\n"))?;
+        let mut doors = Vec::new();
+        for id in 1..=3 {
+            let at = SocketAddr::from(([127, 0, 0, 1], free_port()?));
+            let mut command = cluster.coordinator_command(id);
+            command.args(["--http", &at.to_string()]);
+            if id < 3 {
+                command.args(["--http-token", "token"]);
+            }
+            cluster.start(&coordinator(id), command)?;
+            doors.push(at);
+        }
+        let flags = ["--checkpoint", "checkpoints", "--checkpoint-every", "1h"];
+        let job = Job::new(2000).with_leaf_ms(5).with_flags(&flags);
+        let agent = cluster.start_agent(&job, Place::Coordinators, 3)?;
+        cluster.wait("steps of three", |traces| settled(traces, 3))?;
+        let name = job_name(&doors)?;
+        let path = |rest: &str| format!("/v1/jobs/{name}{rest}");
+        let right = format!("Authorization: Bearer {token}\r\nContent-Type: application/json\r\n");
+        let wrong = right.replace(token, "another-token-of-16");
+        let scale = format!("PUT {}", path("/scale"));
+
+        let refused = [
+            (doors[0], scale.as_str(), "", "{\"max\": 2}", 401, "Bearer"),
+            (doors[0], &scale, &wrong, "{\"max\": 2}", 401, "wrong"),
+            (doors[2], &scale, &right, "{\"max\": 2}", 403, "--http-token"),
+            (doors[0], &scale, &right, "{\"most\": 2}", 400, "most"),
+            (doors[0], &scale, &right, "{\"max\": 0}", 400, "min <= max"),
+            (doors[0], "PUT /v1/jobs/other/scale", &right, "{\"max\": 2}", 404, "no job other"),
+            (doors[0], "GET /v1/jobs/other", "", "", 404, "no job other"),
+            (doors[0], &format!("POST {}", path("/drain")), &right, "{}", 400, "nodes"),
+        ];
+        for (at, request, headers, body, code, word) in refused {
+            let (found, answer) = ask(at, request, headers, body)?;
+            ensure!(found == code && answer.contains(word), "{request} {body}: {found} {answer}");
+            let problem: Value = serde_json::from_str(&answer).context(answer)?;
+            ensure!(problem["status"] == code, "{problem}");
+        }
+        ensure!(settled(cluster.traces(), 3).is_some(), "a refused order had an effect");
+
+        // Only one of the two leads, if any.
+        let (code, answer) = ask(doors[0], &scale, &right, "{\"max\": 2}")?;
+        ensure!(code == 200 && answer.contains("\"max_members\":2"), "{code} {answer}");
+        cluster.wait("a world of two", |traces| settled(traces, 2))?;
+        let (code, answer) = ask(doors[1], &scale, &right, "{\"min\": 1, \"max\": 4}")?;
+        ensure!(code == 200, "{code} {answer}");
+
+        let (code, answer) = ask(doors[1], &format!("GET {}", path("/events?since=0")), "", "")?;
+        ensure!(code == 200 && answer.contains("\"scaled\""), "{code} {answer}");
+        let (code, answer) = ask(doors[0], &format!("POST {}", path("/checkpoint")), &right, "")?;
+        ensure!(code == 202, "{code} {answer}");
+        cluster.wait("a checkpoint", Traces::checkpoint)?;
+        let (code, answer) = ask(doors[0], &format!("POST {}", path("/stop")), &right, "")?;
+        ensure!(code == 202, "{code} {answer}");
+        let said = cluster.said(&agent)?;
+        ensure!(said.code == 75, "the agent ended with code {}: {}", said.code, said.err);
+        Ok(())
+    })
+}
+
+fn job_name(doors: &[SocketAddr]) -> anyhow::Result<String> {
+    let (code, answer) = ask(doors[2], "GET /v1/jobs", "", "")?;
+    ensure!(code == 200, "{code} {answer}");
+    let jobs: Value = serde_json::from_str(&answer)?;
+    Ok(jobs["jobs"][0]["job"].as_str().context("a job's name")?.to_owned())
 }
 
 #[test]

@@ -20,10 +20,12 @@ use transport::{CertificateAuthority, Connection, Endpoint, Expect, Frame, Lane,
 use types::{Digest, NodeId, Timestamp, decode, encode};
 
 use super::log_writer::{LogWriter, Written};
+use crate::client::Client;
 use crate::clock;
 use crate::credentials::{EnrolAnswer, EnrolRequest};
 use crate::durable_log::DurableLog;
 use crate::error::Error;
+use crate::http::jobs::Api;
 use crate::metrics::{CoordinatorMetrics, Metrics};
 use crate::trace::Trace;
 
@@ -44,6 +46,8 @@ pub struct CoordinatorConfig {
     pub recovery_target: Duration,
     /// Where HTTP listens, if at all.
     pub http: Option<SocketAddr>,
+    /// What whoever orders by HTTP must know; `None`: nobody may.
+    pub http_token: Option<String>,
     /// Where to write what happened and when.
     pub trace: Option<PathBuf>,
 }
@@ -121,11 +125,12 @@ impl CoordinatorHandle {
         let counters = CoordinatorMetrics::new(&metrics);
         let ready = Arc::new(std::sync::atomic::AtomicBool::new(false));
         let http = match config.http {
-            Some(at) => Some(network.block_on(crate::http::serve(
-                at,
-                metrics.clone(),
-                Arc::clone(&ready),
-            ))?),
+            Some(at) => {
+                let client = operator(&config)?;
+                let api = Api::new(client, config.http_token.as_deref(), at);
+                let serve = crate::http::serve(at, metrics.clone(), Arc::clone(&ready), Some(api));
+                Some(network.block_on(serve)?)
+            }
             None => None,
         };
         let trace = match &config.trace {
@@ -200,6 +205,16 @@ impl CoordinatorHandle {
         self.network.shutdown_timeout(Duration::from_millis(500));
         joined.unwrap_or(Err(Error::Internal("the coordinator's thread panicked")))
     }
+}
+
+/// Speaks to whichever coordinator leads, for those who come by HTTP.
+fn operator(config: &CoordinatorConfig) -> Result<Client, Error> {
+    let subject = Subject { role: Role::Operator, job: None, node: NodeId(0) };
+    let identity = config
+        .authority
+        .identity(&subject, COORDINATOR_CERTIFICATE)
+        .map_err(|e| Error::Settings(e.to_string()))?;
+    Client::start(config.voters.values().copied().collect(), Arc::new(identity), HTTP_DEADLINE)
 }
 
 fn machine_config(config: &CoordinatorConfig, disk: u128) -> Result<membership::Config, Error> {
@@ -605,6 +620,8 @@ const CONTROL_QUEUE_MESSAGES: usize = 4096;
 const ENROL_DEADLINE: Duration = Duration::from_secs(10);
 /// A node's certificate outlives any sane job; rotation is an issue of its own.
 const NODE_CERTIFICATE: Duration = Duration::from_secs(30 * 24 * 3600);
+/// How long a coordinator may take to answer whoever asked by HTTP.
+const HTTP_DEADLINE: Duration = Duration::from_secs(10);
 const COORDINATOR_CERTIFICATE: Duration = Duration::from_secs(365 * 24 * 3600);
 
 /// Opens or makes the authority of a data directory: the one that is there, else a copy of the one given.

@@ -77,7 +77,7 @@ pub(super) async fn start<S: State + ?Sized>(
         let (served, ready) = (metrics.clone(), Arc::new(AtomicBool::new(true)));
         // A port that is taken must not end training: the metrics are missing then, and it is said.
         drop(background.spawn(async move {
-            if let Err(error) = crate::http::serve(at, served, ready).await {
+            if let Err(error) = crate::http::serve(at, served, ready, None).await {
                 tracing::warn!(%error, "metrics are not served");
             }
         }));
