@@ -9,6 +9,7 @@ use std::time::Duration;
 
 use clap::Args;
 use ripstop::agent::exit::RequeueCode;
+use ripstop::agent::notices::NoticeSetting;
 use ripstop::agent::output::{self, Streams};
 use ripstop::agent::{self, AgentConfig};
 use ripstop::settings::{MemberBounds, host_name, parse_addresses, parse_duration};
@@ -131,6 +132,9 @@ pub(crate) struct RunArgs {
     /// Where to serve /metrics, /livez and /readyz; the workers' own are at the ports after it.
     #[arg(long, value_name = "IP:PORT")]
     http: Option<SocketAddr>,
+    /// Who knows when this host goes away, may be repeated: auto (AWS, if it is there), aws, file:PATH (once it exists), command:COMMAND (once it ends with 0), none.
+    #[arg(long, value_name = "SOURCE", default_value = "auto", env = "RIPSTOP_NOTICE")]
+    notice: Vec<NoticeSetting>,
     /// Write what happened and when, as NDJSON, into this folder.
     #[arg(long, value_name = "DIR")]
     trace_dir: Option<PathBuf>,
@@ -238,6 +242,7 @@ fn config(args: RunArgs) -> Result<AgentConfig, Error> {
         requeue: RequeueCode::new(args.requeue_exit_code).map_err(Error::Usage)?,
         output,
         http: args.http,
+        notices: args.notice,
         trace_dir: args.trace_dir,
     })
 }

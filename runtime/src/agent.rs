@@ -8,6 +8,7 @@ pub mod environment;
 pub mod exit;
 mod identities;
 pub mod lines;
+pub mod notices;
 pub mod output;
 pub mod signals;
 pub mod spawn;
@@ -43,6 +44,7 @@ use crate::trace::Trace;
 use environment::Placement;
 use exit::{Exit, ExitCode, RequeueCode};
 use identities::Identities;
+use notices::{Notice, NoticeSetting};
 use output::{Console, Output};
 use signals::Signals;
 use spawn::ProcessGroup;
@@ -104,6 +106,8 @@ pub struct AgentConfig {
     pub output: output::Config,
     /// Where HTTP listens, if at all.
     pub http: Option<SocketAddr>,
+    /// Who knows when this host goes away.
+    pub notices: Vec<NoticeSetting>,
     /// A folder for traces (one file a process).
     pub trace_dir: Option<PathBuf>,
 }
@@ -301,6 +305,7 @@ impl Agent {
         let mut running = tokio::spawn(workers.run(received));
         let mut ask = tokio::time::interval(self.config.recovery_target.clamp(ASK_MIN, ASK_MAX));
         ask.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+        let mut notices = notices::watch(&self.config.notices);
         let code = loop {
             tokio::select! {
                 biased;
@@ -310,6 +315,7 @@ impl Agent {
                     None => return Err(Error::Internal("the control thread ended")),
                 },
                 signal = signals.next() => drop(commands.send(Command::Signal(signal)).await),
+                Some(notice) = notices.recv() => self.pass_on(notice, &commands).await,
                 _ = ask.tick() => {
                     self.ask_job().await;
                     for node in self.overdue() {
@@ -329,6 +335,22 @@ impl Agent {
         self.ready.store(false, Ordering::Relaxed);
         self.control.close().await;
         Ok(code)
+    }
+
+    /// A notice makes the workers leave; what may happen some time is only told.
+    async fn pass_on(&self, notice: Notice, commands: &mpsc::Sender<Command>) {
+        let Notice { source, detail, time_left } = notice;
+        self.metrics.notices.with_label_values(&[source]).inc();
+        match time_left {
+            Some(time_left) => {
+                tracing::warn!(source, detail, ?time_left, "notice: this host goes away");
+                let time_left = time_left.max(NOTICE_MIN);
+                drop(commands.send(Command::Notice { time_left }).await);
+            }
+            None => {
+                tracing::warn!(source, detail, "this host may go away soon: start another in time")
+            }
+        }
     }
 
     fn workers_config(&self) -> workers::Config {
@@ -601,6 +623,8 @@ const OPERATOR_CERTIFICATE: Duration = Duration::from_secs(30 * 24 * 3600);
 const ASK_MIN: Duration = Duration::from_secs(1);
 /// The longest pause between them.
 const ASK_MAX: Duration = Duration::from_secs(5);
+/// However late a notice comes: leaving in good order takes less, and dying takes nothing.
+const NOTICE_MIN: Duration = Duration::from_secs(2);
 /// How long an evicted worker has at least, to hear of it and to end.
 const EVICTED_GRACE_MIN: Duration = Duration::from_secs(5);
 const LAST_WORDS_DEADLINE: Duration = Duration::from_secs(2);

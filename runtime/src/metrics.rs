@@ -172,6 +172,7 @@ pub(crate) struct AgentMetrics {
     pub(crate) workers: IntGauge,
     pub(crate) restarts: IntCounter,
     pub(crate) deaths: IntCounter,
+    pub(crate) notices: IntCounterVec,
 }
 
 impl AgentMetrics {
@@ -182,6 +183,11 @@ impl AgentMetrics {
             deaths: metrics.counter(
                 "agent_worker_deaths_total",
                 "workers that ended otherwise than by finishing",
+            ),
+            notices: metrics.counters(
+                "preemption_notices_total",
+                "notices that this host goes away, or may",
+                "source",
             ),
         }
     }

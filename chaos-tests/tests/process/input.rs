@@ -28,6 +28,11 @@ fn wrong_flags_and_places_are_refused_with_one_clear_line() -> anyhow::Result<()
                 &["--nproc-per-node", "1024"],
             ),
             (
+                &["run", "--standalone", "--notice", "gcp", "--", "true"],
+                64,
+                &["--notice", "file:PATH"],
+            ),
+            (
                 &["run", "--standalone", "--log-dir", "/proc/x", "--", "true"],
                 78,
                 &["--log-dir /proc/x"],

@@ -1,6 +1,10 @@
 //! TERM: leaving in good order, or at once. And an agent that is killed itself.
 
 use std::collections::BTreeMap;
+use std::io::{BufRead as _, BufReader, Write as _};
+use std::net::{TcpListener, TcpStream};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use anyhow::{Context, ensure};
@@ -82,6 +86,79 @@ fn an_agent_that_gets_term_while_it_starts_leaves_with_75() -> anyhow::Result<()
         }
         Ok(())
     })
+}
+
+#[test]
+fn the_workers_of_a_spot_host_leave_at_its_notice_and_the_others_go_on() -> anyhow::Result<()> {
+    play(|cluster| {
+        let service = MetadataService::start()?;
+        let job = Job::new(300).with_leaf_ms(5).with_flags(&["--expected-members", "3"]);
+        let undisturbed = cluster.undisturbed(&job)?;
+        cluster.start_single_coordinator()?;
+        let stays = cluster.start_agent(&job, Place::Coordinators, 1)?;
+        let on_spot = job.clone().with_flags(&["--notice", "aws"]);
+        let mut spot = cluster.agent_command(&on_spot, Place::Coordinators, 2)?;
+        spot.env("AWS_EC2_METADATA_SERVICE_ENDPOINT", &service.base);
+        cluster.start("spot", spot)?;
+        cluster.wait("steps of three", |traces| {
+            let is_full = traces.settled_world().is_some_and(|(_, nodes)| nodes.len() == 3);
+            (is_full && traces.boundary() >= 5).then_some(())
+        })?;
+        service.interrupt();
+        let said = cluster.said("spot")?;
+        ensure!(said.code == 75, "the agent ended with code {}: {}", said.code, said.err);
+        ensure!(said.err.contains("spot terminate"), "nothing is said of the notice: {}", said.err);
+        ensure!(cluster.traces().boundary() < job.steps(), "the job had ended before");
+        let twice = computed_twice(cluster.traces());
+        ensure!(twice.is_empty(), "leaves computed twice: {twice:?}");
+        let said = cluster.said(&stays)?;
+        cluster.check_end(&undisturbed, &said)
+    })
+}
+
+/// A cloud's metadata service: no notice, until it is told to give one.
+struct MetadataService {
+    base: String,
+    is_interrupted: Arc<AtomicBool>,
+}
+
+impl MetadataService {
+    fn start() -> anyhow::Result<Self> {
+        let listener = TcpListener::bind("127.0.0.1:0")?;
+        let base = format!("http://{}", listener.local_addr()?);
+        let is_interrupted = Arc::new(AtomicBool::new(false));
+        let flag = Arc::clone(&is_interrupted);
+        std::thread::spawn(move || {
+            for stream in listener.incoming().flatten() {
+                // A request that breaks off is the asker's affair.
+                drop(answer(stream, &flag));
+            }
+        });
+        Ok(Self { base, is_interrupted })
+    }
+
+    fn interrupt(&self) {
+        self.is_interrupted.store(true, Ordering::SeqCst);
+    }
+}
+
+fn answer(mut stream: TcpStream, is_interrupted: &AtomicBool) -> std::io::Result<()> {
+    let mut lines = BufReader::new(stream.try_clone()?).lines();
+    let request = lines.next().transpose()?.unwrap_or_default();
+    while lines.next().transpose()?.is_some_and(|line| !line.is_empty()) {}
+    let is_action = request.contains("spot/instance-action");
+    let (status, body) = if request.starts_with("PUT /latest/api/token") {
+        ("200 OK", "a-token")
+    } else if is_action && is_interrupted.load(Ordering::SeqCst) {
+        ("200 OK", "{\"action\": \"terminate\", \"time\": \"2099-01-01T00:00:00Z\"}")
+    } else {
+        ("404 Not Found", "")
+    };
+    let length = body.len();
+    write!(
+        stream,
+        "HTTP/1.1 {status}\r\nConnection: close\r\nContent-Length: {length}\r\n\r\n{body}"
+    )
 }
 
 #[test]

@@ -119,7 +119,8 @@ impl Cluster {
         )?;
         let coordinators: Vec<String> =
             self.ports.iter().map(|port| format!("127.0.0.1:{port}")).collect();
-        let mut arguments = words(&["run", "--listen", "127.0.0.1", "--nnodes", "1:3"]);
+        let mut arguments =
+            words(&["run", "--listen", "127.0.0.1", "--nnodes", "1:3", "--notice", "none"]);
         arguments.extend(words(&["--min-members", "1", "--max-members", "8"]));
         arguments.extend(pair("--recovery-target", &self.plan.recovery_target));
         arguments.extend(pair("--max-restarts", self.plan.restarts.to_string()));
