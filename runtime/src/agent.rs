@@ -348,7 +348,7 @@ impl Agent {
                 drop(commands.send(Command::Notice { time_left }).await);
             }
             None => {
-                tracing::warn!(source, detail, "this host may go away soon: start another in time")
+                tracing::warn!(source, detail, "this host may go away soon: start another in time");
             }
         }
     }
