@@ -1254,6 +1254,10 @@ impl Sim {
             }
             return;
         };
+        if let ParticipantEvent::World(world) = &event {
+            let result = self.one_world.check_told(world);
+            self.check(result);
+        }
         let Some(worker) = self.awake(id) else { return };
         if let Some(ParticipantEvent::Publish { attempt, .. }) = worker.handle_event(event) {
             let is_new = worker.is_publishing != Some(attempt);

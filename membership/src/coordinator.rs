@@ -23,7 +23,7 @@ use crate::message::{Event, FromCoordinator, ToCoordinator};
 use crate::peer::{ConnectionKey, EnrollRequest, Peer, Role};
 use crate::roster::{Applied, Roster, Touched};
 
-use connection::Connection;
+use connection::{Changes, Connection};
 use seats::Seats;
 use watch::{JobWatch, Leading, Pending, Purpose};
 
@@ -41,6 +41,7 @@ pub struct Coordinator {
     next_tick: Timestamp,
     leading: Option<Leading>,
     connections: BTreeMap<ConnectionKey, Connection>,
+    changes: Changes,
     keys: BTreeMap<NodeId, ConnectionKey>,
     /// Jobs to look at before the next action is offered.
     dirty: BTreeSet<JobId>,
@@ -79,6 +80,7 @@ impl Coordinator {
             next_tick: now + timing.tick(),
             leading: None,
             connections: BTreeMap::new(),
+            changes: Changes::default(),
             keys: BTreeMap::new(),
             dirty: BTreeSet::new(),
             next_proposal: 1,

@@ -13,7 +13,7 @@ use bytes::Bytes;
 use serde::{Deserialize, Serialize};
 use types::{
     Address, Attempt, Digest, Generation, JobId, Lineage, NodeId, Rank, Step, Term, VirtualRank,
-    VirtualRanks, World,
+    VirtualRanks, World, WorldChange,
 };
 
 /// What a job is. The first join registers it; later ones must agree.
@@ -471,6 +471,8 @@ pub enum FromCoordinator {
     },
     /// A world that lists you, or the first one that no longer does. The same one may come again.
     World(Arc<World>),
+    /// The same for one who was told the world before it on this connection.
+    WorldChange(Arc<WorldChange>),
     /// Stage a checkpoint.
     Intent(Intent),
     /// You are the writer and all receipts are in: put the manifest.

@@ -335,10 +335,20 @@ impl Participant {
                 ParticipantEvent::Refused { code, reason }
             }
             FromCoordinator::World(world) => {
-                if Some(world.generation) <= seen.generation {
+                if Some(world.generation) <= seen.generation() {
                     return;
                 }
-                seen.generation = Some(world.generation);
+                seen.world = Some(Arc::clone(&world));
+                ParticipantEvent::World(world)
+            }
+            FromCoordinator::WorldChange(change) => {
+                if Some(change.generation) <= seen.generation() {
+                    return;
+                }
+                // Whoever can't follow says with each heartbeat how far it is, and is told the whole world.
+                let world = seen.world.as_ref().and_then(|base| change.apply(base).ok());
+                let Some(world) = world.map(Arc::new) else { return };
+                seen.world = Some(Arc::clone(&world));
                 ParticipantEvent::World(world)
             }
             FromCoordinator::Intent(intent) => {
@@ -557,10 +567,17 @@ impl Link {
 #[derive(Debug, Default)]
 struct Seen {
     is_answered: bool,
-    generation: Option<Generation>,
+    /// The newest one passed on.
+    world: Option<Arc<World>>,
     intent: Option<Attempt>,
     ended: Option<Attempt>,
     is_released: bool,
+}
+
+impl Seen {
+    fn generation(&self) -> Option<Generation> {
+        self.world.as_ref().map(|world| world.generation)
+    }
 }
 
 /// Leaders change their minds only by elections; more hops in a row mean that two coordinators point at each other.

@@ -13,6 +13,7 @@ mod remedy;
 mod time;
 mod wire;
 mod world;
+mod world_change;
 
 pub use block::{Block, TreeNode, VirtualRanks};
 pub use digest::Digest;
@@ -24,3 +25,4 @@ pub use remedy::Remedy;
 pub use time::Timestamp;
 pub use wire::{PROTOCOL_VERSION, WireError, decode, encode};
 pub use world::{Address, Follower, Member, Origin, Start, World};
+pub use world_change::WorldChange;

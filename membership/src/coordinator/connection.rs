@@ -4,7 +4,7 @@
 
 use std::sync::Arc;
 
-use types::{Attempt, Generation, JobId, NodeId, Timestamp, World};
+use types::{Attempt, Generation, JobId, NodeId, Timestamp, World, WorldChange};
 
 use crate::coordinator::Coordinator;
 use crate::coordinator::watch::JobWatch;
@@ -26,11 +26,31 @@ pub(super) struct Connection {
 pub(super) struct Told {
     pub(super) is_joined: bool,
     pub(super) is_released: bool,
-    generation: Generation,
+    world: Option<Arc<World>>,
     world_at: Timestamp,
     intent: Attempt,
     publish: Attempt,
     ended: Attempt,
+}
+
+/// The newest change, ready for all who are told it.
+#[derive(Debug, Default)]
+pub(super) struct Changes(Option<(Arc<World>, Arc<World>, Arc<WorldChange>)>);
+
+impl Changes {
+    /// Tells a world to one who has `base`, by what is new in it.
+    fn message(&mut self, base: Option<&Arc<World>>, world: &Arc<World>) -> FromCoordinator {
+        let Some(base) = base else { return FromCoordinator::World(Arc::clone(world)) };
+        if let Some((from, to, change)) = &self.0
+            && Arc::ptr_eq(from, base)
+            && Arc::ptr_eq(to, world)
+        {
+            return FromCoordinator::WorldChange(Arc::clone(change));
+        }
+        let change = Arc::new(WorldChange::between(base, world));
+        self.0 = Some((Arc::clone(base), Arc::clone(world), Arc::clone(&change)));
+        FromCoordinator::WorldChange(change)
+    }
 }
 
 impl Connection {
@@ -64,14 +84,14 @@ impl Coordinator {
         if job.is_living(node) && job.stage() != Stage::Finished {
             let listing = |w: &&Arc<World>| w.has_member(node) || w.has_follower(node);
             let first = job.worlds().find(listing).map(|w| w.generation);
-            let known = told.generation;
+            let known = told.world.as_ref().map_or(Generation(0), |world| world.generation);
             let news = job
                 .worlds()
                 .filter(|w| w.generation > known && first.is_some_and(|f| w.generation >= f));
             for world in news {
-                told.generation = world.generation;
+                let base = told.world.replace(Arc::clone(world));
                 told.world_at = now;
-                messages.push(FromCoordinator::World(Arc::clone(world)));
+                messages.push(self.changes.message(base.as_ref(), world));
             }
         }
         if job.is_living(node) {
@@ -96,7 +116,7 @@ impl Coordinator {
         let Some(connection) = self.connections.get_mut(&key) else { return };
         let told = &mut connection.told;
         if entered < Some(newest) && newest.0 > 0 && now >= told.world_at + self.timing.resend() {
-            told.generation = Generation(0);
+            told.world = None;
             self.sync(key);
         }
     }
