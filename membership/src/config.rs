@@ -189,6 +189,12 @@ impl Timing {
         self.target / 2
     }
 
+    /// Without a new joiner for this long, those that came are listed together; see `gathering`.
+    #[must_use]
+    pub fn gather(self) -> Duration {
+        self.target / 4
+    }
+
     /// Between two pushes of the same world to the same member, and two sendings of an unanswered request.
     #[must_use]
     pub fn resend(self) -> Duration {

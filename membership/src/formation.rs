@@ -6,11 +6,12 @@
 
 use std::collections::BTreeMap;
 
-use types::{NodeId, Start, Step, Timestamp, World};
+use types::{Generation, NodeId, Start, Step, Timestamp, World};
 
 use crate::allocation::allocate;
 use crate::command::WorldPlan;
 use crate::config::Timing;
+use crate::gathering::Gathering;
 use crate::job::{Job, Stage};
 use crate::message::Cause;
 use crate::reports::Reports;
@@ -24,6 +25,9 @@ pub struct Formation {
     /// Who could be in a first world, and since when it is just these.
     candidates: Vec<NodeId>,
     quiet_since: Timestamp,
+    gathering: Gathering,
+    /// The newest world that was looked at.
+    generation: Generation,
     /// Since when all members are to leave while a successor is not level.
     succession_since: Option<Timestamp>,
     deadline: Option<Timestamp>,
@@ -49,6 +53,8 @@ impl Formation {
             loss_since: None,
             candidates: Vec::new(),
             quiet_since: now,
+            gathering: Gathering::default(),
+            generation: Generation(0),
             succession_since: None,
             deadline: None,
         }
@@ -77,6 +83,9 @@ impl Formation {
             return self.first_world(now, job);
         };
         self.candidates.clear();
+        if std::mem::replace(&mut self.generation, world.generation) != world.generation {
+            self.gathering.handle_world();
+        }
         if has_loss(job, world, reports) {
             let due = *self.loss_since.get_or_insert(now) + Timing::LOSS_WINDOW;
             if now < due {
@@ -154,9 +163,15 @@ impl Formation {
     ) -> Option<Decision> {
         let stay: Vec<NodeId> = world.nodes().filter(|node| !job.is_draining(*node)).collect();
         let mut next = stay.clone();
+        let mut is_gathering = false;
         if reports.has_all(job) {
             let room = capacity(job).saturating_sub(stay.len());
             next.extend(self.level_followers(job, world, reports).take(room));
+            let followers = world.followers.iter().filter(|f| !job.is_draining(f.node)).count();
+            let (level, places) = (next.len() - stay.len(), followers.min(room));
+            let waits_until = self.gathering.enter(now, self.timing, level, places);
+            self.deadline = earlier(self.deadline, waits_until);
+            is_gathering = waits_until.is_some();
         }
         if stay.is_empty() && !next.is_empty() {
             // A world without an heir would be a restart: the successors enter first, then the others leave.
@@ -167,6 +182,10 @@ impl Formation {
         }
         let is_leaving = stay.len() < world.members.len();
         self.succession_since = None;
+        let is_enough = stay.len() >= job.spec().min_members as usize;
+        if is_gathering && is_enough && !world.held && !is_leaving {
+            next.truncate(stay.len());
+        }
         let can_resume = world.held && next.len() >= job.spec().min_members as usize;
         let is_promoting = next.len() > stay.len() && (!world.held || can_resume);
         if can_resume || (world.held && is_leaving) {
@@ -184,6 +203,12 @@ impl Formation {
         let followers = others(job, &members);
         let is_listed = |node: &NodeId| world.has_follower(*node);
         if followers.len() == world.followers.len() && followers.iter().all(is_listed) {
+            return None;
+        }
+        let unlisted = followers.iter().copied().filter(|node| !is_listed(node)).collect();
+        let waits_until = self.gathering.list(now, self.timing, unlisted);
+        self.deadline = earlier(self.deadline, waits_until);
+        if waits_until.is_some() && !world.held {
             return None;
         }
         Some(Decision::Form(plan(job, None, &members, followers)))
@@ -251,6 +276,10 @@ fn has_loss(job: &Job, world: &World, reports: &Reports) -> bool {
     let is_lost = |node: NodeId| job.gone(node).is_some_and(|cause| cause != Cause::Left);
     let former = job.worlds().filter(|w| w.generation < world.generation).last();
     former.is_some_and(|former| former.nodes().any(is_lost))
+}
+
+fn earlier(a: Option<Timestamp>, b: Option<Timestamp>) -> Option<Timestamp> {
+    a.into_iter().chain(b).min()
 }
 
 /// Most members of a world.

@@ -14,6 +14,7 @@ mod config;
 mod coordinator;
 mod detector;
 mod formation;
+mod gathering;
 mod job;
 mod log;
 mod participant;

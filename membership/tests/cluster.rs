@@ -4,8 +4,12 @@
 
 extern crate ripstop_membership as membership;
 
+#[path = "cluster/cases.rs"]
+mod cases;
 #[path = "cluster/harness.rs"]
 mod harness;
+#[path = "cluster/many.rs"]
+mod many;
 #[path = "cluster/worker.rs"]
 mod worker;
 

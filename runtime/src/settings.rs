@@ -310,6 +310,7 @@ pub fn derived(recovery_target: Duration) -> Result<Vec<Derived>, String> {
             timing.quiet(),
             "without a new joiner, before the minimum of members forms a first world",
         ),
+        row("gather", timing.gather(), "without a new joiner, before those that came are listed"),
         row(
             "successor",
             timing.successor(),

@@ -32,6 +32,10 @@ pub(crate) struct Cluster {
     pub(crate) worlds: BTreeMap<(JobId, u64), Arc<World>>,
     /// Raft messages between these pairs are lost.
     pub(crate) cut: BTreeSet<(u64, u64)>,
+    /// Raft messages from the first to the second are lost; the other way they arrive.
+    pub(crate) cut_one_way: BTreeSet<(u64, u64)>,
+    /// Bytes that coordinators sent to clients, and to each other.
+    pub(crate) sent_bytes: (u64, u64),
     digests: BTreeMap<u64, Digest>,
     without_seat: BTreeSet<u64>,
     pub(crate) enroll_answers: Vec<Result<NodeId, FromCoordinator>>,
@@ -46,6 +50,20 @@ struct Seat {
     incarnation: u64,
     /// Where its roster was last compared.
     checked: u64,
+    /// How far its clocks are ahead.
+    ahead: Duration,
+}
+
+impl Seat {
+    /// What its own clock shows.
+    fn clock(&self, now: Timestamp) -> Timestamp {
+        now + self.ahead
+    }
+
+    fn poll_timeout(&self) -> Option<Timestamp> {
+        let at = self.machine.as_ref()?.poll_timeout()?;
+        Some(Timestamp(at.0.saturating_sub(self.ahead.as_nanos() as u64)))
+    }
 }
 
 pub(crate) struct Client {
@@ -55,6 +73,10 @@ pub(crate) struct Client {
     pub(crate) heard: Vec<ParticipantEvent>,
     /// Hears and says nothing, but its connection stands.
     pub(crate) is_silent: bool,
+    /// It hears, but nothing that it says arrives.
+    pub(crate) is_mute: bool,
+    /// What it says arrives, but it hears nothing.
+    pub(crate) is_deaf: bool,
     pub(crate) is_dead: bool,
 }
 
@@ -95,6 +117,7 @@ impl Cluster {
                 machine: None,
                 incarnation: 0,
                 checked: 0,
+                ahead: Duration::ZERO,
             }
         };
         let mut cluster = Self {
@@ -108,6 +131,8 @@ impl Cluster {
             events: BTreeMap::new(),
             worlds: BTreeMap::new(),
             cut: BTreeSet::new(),
+            cut_one_way: BTreeSet::new(),
+            sent_bytes: (0, 0),
             digests: BTreeMap::new(),
             enroll_answers: Vec::new(),
             without_seat: BTreeSet::new(),
@@ -126,7 +151,8 @@ impl Cluster {
     pub(crate) fn start(&mut self, id: u64) {
         let seat = self.seats.get_mut(&id).unwrap();
         seat.incarnation += 1;
-        seat.machine = Some(Coordinator::new(&seat.config, seat.disk.clone(), self.now));
+        seat.machine =
+            Some(Coordinator::new(&seat.config, seat.disk.clone(), seat.clock(self.now)));
         self.drain_seat(id);
     }
 
@@ -138,6 +164,13 @@ impl Cluster {
         for link in broken {
             self.push(Happening::Down { client: link.client, key: link.client_key });
         }
+    }
+
+    /// Sets a coordinator's clocks, the one for people too, while it is down.
+    pub(crate) fn set_ahead(&mut self, id: u64, ahead: Duration) {
+        let seat = self.seats.get_mut(&id).unwrap();
+        assert!(seat.machine.is_none(), "it is down");
+        seat.ahead = ahead;
     }
 
     pub(crate) fn leader(&self) -> Option<u64> {
@@ -169,6 +202,8 @@ impl Cluster {
             worker,
             heard: Vec::new(),
             is_silent: false,
+            is_mute: false,
+            is_deaf: false,
             is_dead: false,
         };
         self.clients.insert(id, client);
@@ -257,7 +292,9 @@ impl Cluster {
         let key = ConnectionKey(u64::MAX - self.next);
         let request =
             EnrollRequest { key, token, uses, job: None, role: Role::Agent, csr: Bytes::new() };
-        self.seats.get_mut(&id).unwrap().machine.as_mut().unwrap().handle_enroll(now, 0, request);
+        let seat = self.seats.get_mut(&id).unwrap();
+        let now = seat.clock(now);
+        seat.machine.as_mut().unwrap().handle_enroll(now, 0, request);
         self.drain_seat(id);
     }
 
@@ -275,8 +312,9 @@ impl Cluster {
             self.links.iter().filter(|(_, l)| l.client == id).map(|(k, l)| (*k, *l)).collect();
         for (key, link) in broken {
             self.links.remove(&key);
-            let now = self.now;
-            if let Some(machine) = self.seats.get_mut(&link.seat).unwrap().machine.as_mut() {
+            let seat = self.seats.get_mut(&link.seat).unwrap();
+            let now = seat.clock(self.now);
+            if let Some(machine) = seat.machine.as_mut() {
                 machine.handle_disconnected(now, key);
                 self.drain_seat(link.seat);
             }
@@ -354,7 +392,7 @@ impl Cluster {
 
     /// Does what is next; false when nothing is due before `end`.
     fn turn(&mut self, end: Timestamp) -> bool {
-        let machines = self.seats.values().filter_map(|seat| seat.machine.as_ref()?.poll_timeout());
+        let machines = self.seats.values().filter_map(Seat::poll_timeout);
         let clients = self
             .clients
             .values()
@@ -384,10 +422,12 @@ impl Cluster {
             return true;
         }
         for id in self.seats.keys().copied().collect::<Vec<_>>() {
-            if let Some(machine) = self.seats.get_mut(&id).unwrap().machine.as_mut()
-                && machine.poll_timeout().is_some_and(|at| at <= next)
+            let seat = self.seats.get_mut(&id).unwrap();
+            let now = seat.clock(next);
+            if seat.poll_timeout().is_some_and(|at| at <= next)
+                && let Some(machine) = seat.machine.as_mut()
             {
-                machine.handle_timeout(next);
+                machine.handle_timeout(now);
                 self.drain_seat(id);
             }
         }
@@ -405,13 +445,16 @@ impl Cluster {
         let now = self.now;
         match happening {
             Happening::Raft { from, to, bytes } => {
-                if let Some(machine) = self.seats.get_mut(&to).unwrap().machine.as_mut() {
+                let seat = self.seats.get_mut(&to).unwrap();
+                let now = seat.clock(now);
+                if let Some(machine) = seat.machine.as_mut() {
                     machine.handle_raft(now, from, &bytes);
                     self.drain_seat(to);
                 }
             }
             Happening::Persisted { seat: id, incarnation, number } => {
                 let seat = self.seats.get_mut(&id).unwrap();
+                let now = seat.clock(now);
                 if let Some(machine) =
                     seat.machine.as_mut().filter(|_| seat.incarnation == incarnation)
                 {
@@ -424,7 +467,9 @@ impl Cluster {
                 if self.clients[&id].is_dead {
                     return;
                 }
-                let Some(machine) = self.seats.get_mut(&seat_id).unwrap().machine.as_mut() else {
+                let seat = self.seats.get_mut(&seat_id).unwrap();
+                let its_now = seat.clock(now);
+                let Some(machine) = seat.machine.as_mut() else {
                     return self.happen(Happening::Down { client: id, key });
                 };
                 self.next += 1;
@@ -432,7 +477,7 @@ impl Cluster {
                 self.links.insert(link, Link { client: id, client_key: key, seat: seat_id });
                 let client = self.clients.get_mut(&id).unwrap();
                 let (role, node, job) = client.peer.clone();
-                machine.handle_connected(now, Peer { key: link, role, node, job });
+                machine.handle_connected(its_now, Peer { key: link, role, node, job });
                 client.participant.handle_connected(now, key);
                 self.drain_seat(seat_id);
                 self.drain_client(id);
@@ -447,7 +492,9 @@ impl Cluster {
                 let Some(link) = self.links.get(&key).copied() else { return };
                 let (role, node, job) = self.clients[&link.client].peer.clone();
                 let peer = Peer { key, role, node, job };
-                if let Some(machine) = self.seats.get_mut(&link.seat).unwrap().machine.as_mut() {
+                let seat = self.seats.get_mut(&link.seat).unwrap();
+                let now = seat.clock(now);
+                if let Some(machine) = seat.machine.as_mut() {
                     machine.handle_message(now, now.0 / 1_000_000, &peer, message);
                     self.drain_seat(link.seat);
                 }
@@ -455,7 +502,7 @@ impl Cluster {
             Happening::ToClient { link, message } => {
                 let Some(link) = self.links.get(&link).copied() else { return };
                 let client = self.clients.get_mut(&link.client).unwrap();
-                if !client.is_silent && !client.is_dead {
+                if !client.is_silent && !client.is_deaf && !client.is_dead {
                     client.participant.handle_message(now, link.client_key, message);
                     self.drain_client(link.client);
                 }
@@ -481,12 +528,15 @@ impl Cluster {
                     self.push(Happening::Persisted { seat: id, incarnation, number });
                 }
                 Action::SendRaft { to, bytes } => {
-                    if !self.cut.contains(&(id, to)) && !self.cut.contains(&(to, id)) {
+                    self.sent_bytes.1 += bytes.len() as u64;
+                    let is_cut = self.cut.contains(&(id, to)) || self.cut.contains(&(to, id));
+                    if !is_cut && !self.cut_one_way.contains(&(id, to)) {
                         self.push(Happening::Raft { from: id, to, bytes });
                     }
                 }
                 Action::Send { to, message } => {
                     if self.links.contains_key(&to) {
+                        self.sent_bytes.0 += types::encode(&message).len() as u64;
                         self.push(Happening::ToClient { link: to, message });
                     } else if to.0 > u64::MAX / 2 {
                         self.enroll_answers.push(Err(message));
@@ -540,10 +590,11 @@ impl Cluster {
                     let of = |link: &Link| link.client == id && link.client_key == key;
                     let link =
                         self.links.iter().find(|(_, link)| of(link)).map(|(k, l)| (*k, l.seat));
-                    let now = self.now;
                     if let Some((link, seat)) = link {
                         self.links.remove(&link);
-                        if let Some(machine) = self.seats.get_mut(&seat).unwrap().machine.as_mut() {
+                        let its = self.seats.get_mut(&seat).unwrap();
+                        let now = its.clock(self.now);
+                        if let Some(machine) = its.machine.as_mut() {
                             machine.handle_disconnected(now, link);
                             self.drain_seat(seat);
                         }
@@ -553,7 +604,8 @@ impl Cluster {
                     let of = |link: &Link| link.client == id && link.client_key == key;
                     let link = self.links.iter().find(|(_, link)| of(link)).map(|(key, _)| *key);
                     let client = &self.clients[&id];
-                    if let Some(link) = link.filter(|_| !client.is_silent && !client.is_dead) {
+                    let is_heard = !client.is_silent && !client.is_mute && !client.is_dead;
+                    if let Some(link) = link.filter(|_| is_heard) {
                         self.push(Happening::ToCoordinator { link, message });
                     }
                 }
