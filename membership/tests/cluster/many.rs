@@ -42,9 +42,15 @@ fn costs(members: usize) -> Costs {
 
 /// A world of N members goes to N members once, when there is none before it; later what has changed goes to each.
 #[test]
+#[expect(clippy::print_stdout, reason = "docs/scale.md says how to see the figures")]
 fn a_thousand_members_form_one_world_and_a_death_costs_in_proportion_to_the_change() {
     let [small, large] = [100, 1000].map(costs);
     println!("{small:#?}\n{large:#?}");
+    for costs in [&small, &large] {
+        let members = costs.members as u64;
+        assert!(costs.first < members * members * 80, "the whole list once to each: {costs:?}");
+        assert!(costs.idle < members * 4, "a rest costs heartbeats only: {costs:?}");
+    }
     let per_member = |costs: &Costs| costs.death.0 / costs.members as u64;
     assert!(
         per_member(&large) < per_member(&small) * 2,
