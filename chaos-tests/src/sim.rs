@@ -852,6 +852,7 @@ impl Sim {
                 checkpoint_every: self.plan.has_store.then_some(ms(700)),
                 hang_timeout: None,
                 pause_timeout: Some(PAUSE),
+                evens_out: true,
             },
             address: Address {
                 socket: address(node.0 % 60_000),

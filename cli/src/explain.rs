@@ -112,7 +112,7 @@ fn changes(events: &[Event]) -> Vec<Change> {
     let mut members: BTreeSet<NodeId> = BTreeSet::new();
     for event in events {
         match event.kind.as_str() {
-            "lost" | "diverged" | "drain" | "scaled" | "joined" => causes.push(event),
+            "lost" | "diverged" | "drain" | "scaled" | "joined" | "evened" => causes.push(event),
             "world" | "restart" => {
                 let Some(generation) = event.generation else { continue };
                 let next: BTreeSet<NodeId> = event.nodes.iter().copied().collect();

@@ -129,6 +129,9 @@ pub(crate) struct RunArgs {
     /// Admit members whose numeric fingerprint differs; the run is then marked as not bit-exact.
     #[arg(long)]
     allow_mixed: bool,
+    /// Leave the virtual ranks where they are, however much faster some members are than others.
+    #[arg(long)]
+    no_even: bool,
     /// Where to serve /metrics, /livez and /readyz; the workers' own are at the ports after it.
     #[arg(long, value_name = "IP:PORT")]
     http: Option<SocketAddr>,
@@ -237,6 +240,7 @@ fn config(args: RunArgs) -> Result<AgentConfig, Error> {
         listen,
         host: args.host.unwrap_or_else(host_name),
         allow_mixed: args.allow_mixed,
+        evens_out: !args.no_even,
         max_restarts: args.max_restarts,
         grace: args.grace,
         requeue: RequeueCode::new(args.requeue_exit_code).map_err(Error::Usage)?,

@@ -202,6 +202,8 @@ pub struct WorldPlan {
     pub members: Vec<(NodeId, Vec<Block>)>,
     /// Who follows.
     pub followers: Vec<NodeId>,
+    /// Of a world that only evens out: what moves and why, for people.
+    pub evening: Option<String>,
 }
 
 /// What the log keeps of a receipt.

@@ -6,11 +6,12 @@
 
 use std::collections::BTreeMap;
 
-use types::{Generation, NodeId, Start, Step, Timestamp, World};
+use types::{Block, Generation, NodeId, Start, Step, Timestamp, World};
 
 use crate::allocation::allocate;
 use crate::command::WorldPlan;
 use crate::config::Timing;
+use crate::evening::{Evened, Evening, Shares};
 use crate::gathering::Gathering;
 use crate::job::{Job, Stage};
 use crate::message::Cause;
@@ -26,6 +27,7 @@ pub struct Formation {
     candidates: Vec<NodeId>,
     quiet_since: Timestamp,
     gathering: Gathering,
+    evening: Evening,
     /// The newest world that was looked at.
     generation: Generation,
     /// Since when all members are to leave while a successor is not level.
@@ -54,6 +56,7 @@ impl Formation {
             candidates: Vec::new(),
             quiet_since: now,
             gathering: Gathering::default(),
+            evening: Evening::default(),
             generation: Generation(0),
             succession_since: None,
             deadline: None,
@@ -85,6 +88,7 @@ impl Formation {
         self.candidates.clear();
         if std::mem::replace(&mut self.generation, world.generation) != world.generation {
             self.gathering.handle_world();
+            self.evening.forget();
         }
         if has_loss(job, world, reports) {
             let due = *self.loss_since.get_or_insert(now) + Timing::LOSS_WINDOW;
@@ -163,7 +167,7 @@ impl Formation {
     ) -> Option<Decision> {
         let stay: Vec<NodeId> = world.nodes().filter(|node| !job.is_draining(*node)).collect();
         let mut next = stay.clone();
-        let mut is_gathering = false;
+        let (mut is_gathering, mut is_joining) = (false, true);
         if reports.has_all(job) {
             let room = capacity(job).saturating_sub(stay.len());
             next.extend(self.level_followers(job, world, reports).take(room));
@@ -171,7 +175,7 @@ impl Formation {
             let (level, places) = (next.len() - stay.len(), followers.min(room));
             let waits_until = self.gathering.enter(now, self.timing, level, places);
             self.deadline = earlier(self.deadline, waits_until);
-            is_gathering = waits_until.is_some();
+            (is_gathering, is_joining) = (waits_until.is_some(), places > 0);
         }
         if stay.is_empty() && !next.is_empty() {
             // A world without an heir would be a restart: the successors enter first, then the others leave.
@@ -203,7 +207,11 @@ impl Formation {
         let followers = others(job, &members);
         let is_listed = |node: &NodeId| world.has_follower(*node);
         if followers.len() == world.followers.len() && followers.iter().all(is_listed) {
-            return None;
+            if is_joining {
+                self.evening.forget();
+                return None;
+            }
+            return self.even_out(job, world, reports);
         }
         let unlisted = followers.iter().copied().filter(|node| !is_listed(node)).collect();
         let waits_until = self.gathering.list(now, self.timing, unlisted);
@@ -212,6 +220,23 @@ impl Formation {
             return None;
         }
         Some(Decision::Form(plan(job, None, &members, followers)))
+    }
+
+    /// Blocks follow the leaf times, while nothing else is due.
+    fn even_out(&mut self, job: &Job, world: &World, reports: &Reports) -> Option<Decision> {
+        let from = reports.ahead(job, self.timing);
+        let is_over = job.spec().total_steps.is_some_and(|total| from >= total);
+        let shares = Shares::of(job, world, reports);
+        let shares = shares.filter(|_| job.spec().evens_out && !world.held && !is_over);
+        let Some((boundary, shares)) = reports.lowest(job).zip(shares) else {
+            self.evening.forget();
+            return None;
+        };
+        let Evened { blocks, reason } = self.evening.look(boundary, &shares)?;
+        let members: Vec<NodeId> = world.nodes().collect();
+        let followers = world.followers.iter().map(|f| f.node).collect();
+        let plan = plan_from(&blocks, job, Some(from), &members, followers);
+        Some(Decision::Form(WorldPlan { evening: Some(reason), ..plan }))
     }
 
     /// All members are to leave, and nobody is level to take over.
@@ -301,7 +326,18 @@ fn plan(job: &Job, from: Option<Step>, members: &[NodeId], followers: Vec<NodeId
     let world = job.world().filter(|w| w.lineage == job.lineage());
     let former: BTreeMap<NodeId, _> =
         world.into_iter().flat_map(|w| &w.members).map(|m| (m.node, m.blocks.clone())).collect();
-    let mut blocks = allocate(job.spec().virtual_ranks, &former, members);
+    plan_from(&former, job, from, members, followers)
+}
+
+/// The same with other blocks to start from.
+fn plan_from(
+    former: &BTreeMap<NodeId, Vec<Block>>,
+    job: &Job,
+    from: Option<Step>,
+    members: &[NodeId],
+    followers: Vec<NodeId>,
+) -> WorldPlan {
+    let mut blocks = allocate(job.spec().virtual_ranks, former, members);
     let start: Option<Start> = job.open_start().cloned();
     WorldPlan {
         generation: job.generation().next(),
@@ -314,5 +350,6 @@ fn plan(job: &Job, from: Option<Step>, members: &[NodeId], followers: Vec<NodeId
             .map(|node| (*node, blocks.remove(node).unwrap_or_default()))
             .collect(),
         followers,
+        evening: None,
     }
 }

@@ -556,6 +556,19 @@ impl Job {
         if plan.start.as_ref() != self.open_start() {
             return Err(format!("lineage {} began with another state", self.lineage));
         }
+        if plan.evening.is_some() { self.check_evening(plan) } else { Ok(()) }
+    }
+
+    /// Evening out is a planned change between two members, and changes nothing else.
+    fn check_evening(&self, plan: &WorldPlan) -> Result<(), String> {
+        let world = self.world().filter(|world| !world.held && !plan.held && plan.from.is_some());
+        let world = world.ok_or("evening out is a planned change of a world that steps")?;
+        let is_same = world.nodes().eq(plan.members.iter().map(|(node, _)| *node));
+        let follows = world.followers.iter().map(|f| f.node).eq(plan.followers.iter().copied());
+        let moved = world.members.iter().zip(&plan.members).filter(|(m, (_, b))| m.blocks != *b);
+        if !is_same || !follows || moved.count() != 2 {
+            return Err("evening out moves blocks between two members, nothing else".to_owned());
+        }
         Ok(())
     }
 

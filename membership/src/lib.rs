@@ -13,6 +13,7 @@ mod command;
 mod config;
 mod coordinator;
 mod detector;
+mod evening;
 mod formation;
 mod gathering;
 mod job;

@@ -39,6 +39,8 @@ pub struct JobSpec {
     pub hang_timeout: Option<Duration>,
     /// The longest time outside of leaves (loading, evaluation, a first leaf) while others wait; `None`: from the recovery target.
     pub pause_timeout: Option<Duration>,
+    /// Whether blocks follow the measured leaf times of unequal members.
+    pub evens_out: bool,
 }
 
 impl JobSpec {
@@ -169,6 +171,8 @@ pub struct Heartbeat {
     pub pulse: u64,
     /// The longest of this worker's newest leaves; `None` before the first.
     pub longest_leaf: Option<Duration>,
+    /// The median of them; `None` as long as there are too few.
+    pub leaf_time: Option<Duration>,
     /// Nodes of its world that it could not reach for half the recovery target: at most [`Self::CUT_OFF_MAX`].
     pub cut_off: Vec<NodeId>,
     /// What changes cost this member whose first step is done here: the newest, at most [`Self::CHANGES_MAX`], ascending.
@@ -686,7 +690,7 @@ pub struct Event {
     /// The job concerned.
     pub job: Option<JobId>,
     /// `joined`, `lost`, `world`, `entered`, `drain`, `left`, `restart`, `checkpoint_intent`, `checkpoint_committed`,
-    /// `checkpoint_abandoned`, `finished`, `stopped`, `scaled`, `settled`, `refused`, `leader`, `token_used`, `diverged`.
+    /// `checkpoint_abandoned`, `finished`, `stopped`, `scaled`, `settled`, `evened`, `refused`, `leader`, `token_used`, `diverged`.
     pub kind: String,
     /// For people.
     pub message: String,

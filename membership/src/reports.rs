@@ -88,6 +88,12 @@ impl Reports {
         self.newest.get(&node).filter(|h| h.lineage == job.lineage())?.boundary()
     }
 
+    /// How long a leaf takes a worker in the current lineage.
+    #[must_use]
+    pub fn leaf_time(&self, job: &Job, node: NodeId) -> Option<Duration> {
+        self.newest.get(&node).filter(|h| h.lineage == job.lineage())?.leaf_time
+    }
+
     /// The newest generation that a worker knows all to have entered.
     #[must_use]
     pub fn entered(&self, node: NodeId) -> Option<Generation> {

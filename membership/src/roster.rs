@@ -7,7 +7,7 @@
 use std::collections::{BTreeMap, VecDeque};
 
 use serde::{Deserialize, Serialize};
-use types::{Attempt, Digest, Generation, JobId, NodeId, Term, WireError, decode, encode};
+use types::{Attempt, Digest, Generation, JobId, NodeId, Term, WireError, World, decode, encode};
 
 use crate::command::{Command, Entry};
 use crate::config::COORDINATOR_ID_MAX;
@@ -409,7 +409,17 @@ impl Roster {
                 let Some(job) = self.jobs.get_mut(&id) else { return unknown(&id) };
                 let (former, attempt) =
                     (job.lineage(), job.intent().map(|open| open.intent.attempt));
+                let former_world = job.world().cloned();
                 let outcome = job.form_world(&plan).map(|world| {
+                    if let Some((reason, former)) = plan.evening.clone().zip(former_world) {
+                        let is_other = |node: &NodeId| {
+                            let blocks = |w: &World| w.member(*node).map(|m| m.blocks.clone());
+                            blocks(&former) != blocks(&world)
+                        };
+                        let event = log.push("evened", Some(id.clone()), reason);
+                        event.nodes = world.nodes().filter(is_other).collect();
+                        event.generation = Some(world.generation);
+                    }
                     let ended = attempt.filter(|_| job.intent().is_none());
                     log.abandoned(&id, ended, "its lineage ended");
                     let is_restart = world.lineage != former && former.0 > 0;

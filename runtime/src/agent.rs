@@ -96,6 +96,8 @@ pub struct AgentConfig {
     pub host: String,
     /// Whether members of other numeric fingerprints are admitted.
     pub allow_mixed: bool,
+    /// Whether blocks follow the measured leaf times of unequal members.
+    pub evens_out: bool,
     /// How often each worker is started again.
     pub max_restarts: u32,
     /// How long workers may take to leave.
@@ -556,6 +558,9 @@ fn worker_environment(
     }
     if config.allow_mixed {
         variables.insert("RIPSTOP_ALLOW_MIXED".to_owned(), "1".to_owned());
+    }
+    if !config.evens_out {
+        variables.insert("RIPSTOP_NO_EVEN".to_owned(), "1".to_owned());
     }
     if let Some(dir) = &config.trace_dir {
         variables.insert("RIPSTOP_TRACE_DIR".to_owned(), dir.display().to_string());

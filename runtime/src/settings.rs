@@ -33,6 +33,7 @@ pub struct Settings {
     pub(crate) listen: IpAddr,
     pub(crate) host: String,
     pub(crate) allow_mixed: bool,
+    pub(crate) evens_out: bool,
     pub(crate) trace_dir: Option<PathBuf>,
     pub(crate) http: Option<SocketAddr>,
     pub(crate) fingerprint: BTreeMap<String, String>,
@@ -89,6 +90,7 @@ impl Settings {
             listen: IpAddr::V4(Ipv4Addr::LOCALHOST),
             host: host_name(),
             allow_mixed: false,
+            evens_out: true,
             trace_dir: None,
             http: None,
             fingerprint: BTreeMap::new(),
@@ -153,6 +155,7 @@ impl Settings {
         settings.host = value("RIPSTOP_HOST").unwrap_or(settings.host);
         settings.allow_mixed =
             value("RIPSTOP_ALLOW_MIXED").is_some_and(|v| v == "1" || v == "true");
+        settings.evens_out = value("RIPSTOP_NO_EVEN").is_none_or(|v| v != "1" && v != "true");
         settings.trace_dir = value("RIPSTOP_TRACE_DIR").map(PathBuf::from);
         if let Some(at) = value("RIPSTOP_HTTP") {
             let at = at

@@ -19,6 +19,7 @@ pub struct TurnKeeper {
     pub pulse: u64,
     leaf_since: Option<Timestamp>,
     leaves: VecDeque<Duration>,
+    leaf_time: Option<Duration>,
     /// Since when there is no link to a peer.
     unlinked: BTreeMap<NodeId, Timestamp>,
 }
@@ -33,6 +34,7 @@ impl TurnKeeper {
             pulse: 0,
             leaf_since: None,
             leaves: VecDeque::new(),
+            leaf_time: None,
             unlinked: BTreeMap::new(),
         }
     }
@@ -62,6 +64,9 @@ impl TurnKeeper {
             if self.leaves.len() > LEAVES_KEPT {
                 self.leaves.pop_front();
             }
+            let mut sorted: Vec<Duration> = self.leaves.iter().copied().collect();
+            sorted.sort_unstable();
+            self.leaf_time = Some(sorted[sorted.len() / 2]).filter(|_| sorted.len() >= LEAVES_MIN);
         }
     }
 
@@ -69,6 +74,12 @@ impl TurnKeeper {
     #[must_use]
     pub fn longest_leaf(&self) -> Option<Duration> {
         self.leaves.iter().max().copied()
+    }
+
+    /// The median of the newest leaves: how long a leaf takes this worker. `None` while there are too few to say.
+    #[must_use]
+    pub fn leaf_time(&self) -> Option<Duration> {
+        self.leaf_time
     }
 
     /// Looks which of the peers have a link.
@@ -101,6 +112,8 @@ impl Default for TurnKeeper {
 
 /// Enough to remember that some leaves are longer than others.
 const LEAVES_KEPT: usize = 64;
+/// A first leaf compiles, a second may warm up; of five the median is neither.
+const LEAVES_MIN: usize = 5;
 
 #[cfg(test)]
 mod tests {
@@ -125,6 +138,29 @@ mod tests {
             keeper.end_leaf(Timestamp(now));
         }
         assert_eq!(keeper.longest_leaf(), Some(Duration::from_millis(20)), "the 50 ms are old");
+    }
+
+    #[test]
+    fn the_leaf_time_is_what_half_of_the_newest_leaves_take_whatever_the_first_took() {
+        let mut keeper = TurnKeeper::new();
+        let mut now = 0;
+        let mut leaf = |keeper: &mut TurnKeeper, ms: u64| {
+            keeper.begin_leaf(Timestamp(now));
+            now += ms * MS;
+            keeper.end_leaf(Timestamp(now));
+            keeper.give(Turn::Waiting);
+            now += 1000 * MS;
+        };
+        for ms in [5000, 900, 12, 10] {
+            leaf(&mut keeper, ms);
+            assert_eq!(keeper.leaf_time(), None);
+        }
+        leaf(&mut keeper, 11);
+        assert_eq!(keeper.leaf_time(), Some(Duration::from_millis(12)));
+        for _ in 0..=LEAVES_KEPT / 2 {
+            leaf(&mut keeper, 30);
+        }
+        assert_eq!(keeper.leaf_time(), Some(Duration::from_millis(30)), "it follows");
     }
 
     #[test]

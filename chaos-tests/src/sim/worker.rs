@@ -136,6 +136,7 @@ impl Worker {
             progress: self.turn.progress,
             pulse: self.turn.pulse,
             longest_leaf: self.turn.longest_leaf(),
+            leaf_time: self.turn.leaf_time(),
             cut_off: self.turn.cut_off(now, CUT_OFF_AFTER),
             changes: self.change.newest(),
         }

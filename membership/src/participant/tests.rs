@@ -29,6 +29,7 @@ fn join() -> Join {
             checkpoint_every: None,
             hang_timeout: None,
             pause_timeout: None,
+            evens_out: true,
         },
         address: Address { socket: address(9), certificate: Digest::default() },
         host: "host".to_owned(),

@@ -38,6 +38,7 @@ impl Watch {
             checkpoint_every: None,
             hang_timeout: None,
             pause_timeout: None,
+            evens_out: true,
         };
         change(&mut spec);
         let mut roster = Roster::default();
@@ -73,6 +74,7 @@ impl Watch {
             start: Some(Start { step: Step(0), origin: Origin::Initial, digest: None }),
             members,
             followers: Vec::new(),
+            evening: None,
         };
         apply(Command::FormWorld { job: id(), plan, term: Term(1) });
         let timing = Timing::new(Duration::from_secs(1)).unwrap();

@@ -30,6 +30,7 @@ fn join(job: &str, node: u64) -> Command {
             checkpoint_every: Some(Duration::from_secs(1)),
             hang_timeout: None,
             pause_timeout: None,
+            evens_out: true,
         },
         address: Address { socket: "127.0.0.1:1".parse().unwrap(), certificate: Digest::default() },
         host: "host".to_owned(),
@@ -53,6 +54,7 @@ fn plan(generation: u64, lineage: u64, members: &[(u64, Block)]) -> WorldPlan {
         start: None,
         members: members.iter().map(|(node, block)| (NodeId(*node), vec![*block])).collect(),
         followers: Vec::new(),
+        evening: None,
     }
 }
 
@@ -356,6 +358,7 @@ fn command() -> impl Strategy<Value = Command> {
         start,
         members,
         followers: vec![],
+        evening: None,
     });
     let attempt = (0u64..8).prop_map(Attempt);
     let lineage = (0u64..4).prop_map(Lineage);

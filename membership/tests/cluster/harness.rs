@@ -688,6 +688,7 @@ pub(crate) fn spec(job: &str, members: (u32, u32, u32)) -> JobSpec {
         checkpoint_every: None,
         hang_timeout: None,
         pause_timeout: None,
+        evens_out: true,
     }
 }
 

@@ -544,6 +544,7 @@ impl Engine {
             progress: self.turn.progress,
             pulse: self.turn.pulse,
             longest_leaf: self.turn.longest_leaf(),
+            leaf_time: self.turn.leaf_time(),
             cut_off: self.turn.cut_off(now, self.parts.settings.recovery_target / 2),
             changes: self.change.newest(),
         };

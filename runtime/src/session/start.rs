@@ -202,6 +202,7 @@ fn job_spec(settings: &Settings) -> JobSpec {
         checkpoint_every: settings.checkpoint.as_ref().map(|_| settings.checkpoint_every),
         hang_timeout: settings.hang_timeout,
         pause_timeout: settings.pause_timeout,
+        evens_out: settings.evens_out,
     }
 }
 
