@@ -104,6 +104,9 @@ pub struct Plan {
     pub steps: u64,
     /// Whether it has a checkpoint store.
     pub has_store: bool,
+    /// Whether leaves take some workers longer than others.
+    #[serde(default)]
+    pub is_uneven: bool,
     /// Faults, in order of time.
     #[serde(default)]
     pub faults: Vec<Due>,
@@ -139,6 +142,7 @@ impl Plan {
             chunks: rng.within(1, 4) as u32,
             steps: rng.within(8, 40),
             has_store,
+            is_uneven: rng.percent(50),
             faults,
         }
     }

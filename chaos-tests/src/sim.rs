@@ -53,6 +53,8 @@ pub struct Outcome {
     pub trace: Digest,
     /// Worlds that the log formed.
     pub worlds: u64,
+    /// How many of them only evened out.
+    pub evened: u64,
     /// Checkpoints that committed.
     pub checkpoints: u64,
     /// The invariant that did not hold, and the newest lines of the trace.
@@ -87,6 +89,7 @@ pub struct Sim {
     program: Rng,
     chance: Rng,
     disks: Rng,
+    speeds: Rng,
     /// Workers that no coordinator hears, and until when.
     unheard: BTreeMap<NodeId, Timestamp>,
     one_world: OneWorldPerGeneration,
@@ -94,6 +97,7 @@ pub struct Sim {
     told_events: BTreeSet<u64>,
     is_finished: bool,
     worlds: u64,
+    evened: u64,
     checkpoints: u64,
     events: u64,
     hasher: blake3::Hasher,
@@ -277,12 +281,14 @@ impl Sim {
             program: Rng::stream(seed, "program"),
             chance: Rng::stream(seed, "chance"),
             disks: Rng::stream(seed, "disks"),
+            speeds: Rng::stream(seed, "speeds"),
             unheard: BTreeMap::new(),
             one_world: OneWorldPerGeneration::default(),
             digests: EqualDigestsAtEqualSteps::new(shape),
             told_events: BTreeSet::new(),
             is_finished: false,
             worlds: 0,
+            evened: 0,
             checkpoints: 0,
             events: 0,
             hasher: blake3::Hasher::new(),
@@ -323,6 +329,7 @@ impl Sim {
             elapsed: self.now.since(self.started),
             trace: Digest(*self.hasher.finalize().as_bytes()),
             worlds: self.worlds,
+            evened: self.evened,
             checkpoints: self.checkpoints,
             failure: self.failure.map(|violation| (violation, self.newest.into_iter().collect())),
         }
@@ -825,7 +832,11 @@ impl Sim {
         let voters = self.seats.keys().map(|id| address(*id)).collect();
         let participant = Participant::new(timing, voters, Some(self.join(node)), self.now)
             .expect("there are voters");
-        self.workers.insert(node, Worker::new(Node::new(node, self.shape, noise), participant));
+        let mut worker = Worker::new(Node::new(node, self.shape, noise), participant);
+        if self.plan.is_uneven {
+            worker.slowness = self.speeds.within(1, 4);
+        }
+        self.workers.insert(node, worker);
         self.push(ms(250), Happening::Tick(node));
         self.drain_client(Client::Worker(node));
     }
@@ -872,6 +883,7 @@ impl Sim {
         let mut requests = Vec::new();
         let mut uploads = Vec::new();
         let mut works = Vec::new();
+        let slowness = worker.slowness;
         while let Some(staged) = worker.stage() {
             match staged {
                 Ok((intent, state)) => {
@@ -927,6 +939,7 @@ impl Sim {
         }
         for work in works {
             let time = match work {
+                Work::Leaf { .. } if self.plan.is_uneven => slowness * self.program.within(10, 20),
                 Work::Leaf { .. } => self.program.within(5, 60),
                 Work::Apply { .. } => self.program.within(1, 3),
                 Work::Restore { .. } | Work::Load { .. } => self.program.within(2, 80),
@@ -1202,6 +1215,7 @@ impl Sim {
             self.check(result);
         }
         match event.kind.as_str() {
+            "evened" => self.evened += 1,
             "checkpoint_committed" => self.checkpoints += 1,
             "finished" => self.is_finished = true,
             _ => {}

@@ -32,7 +32,7 @@ fn main() -> ExitCode {
         None => args.from..args.from + args.seeds,
     };
     let began = Instant::now();
-    let (mut events, mut worlds, mut checkpoints, mut virtual_s) = (0, 0, 0, 0.0);
+    let (mut events, mut worlds, mut evened, mut checkpoints, mut virtual_s) = (0, 0, 0, 0, 0.0);
     let mut failed = Vec::new();
     for seed in seeds.clone() {
         let plan = Plan::draw(seed);
@@ -42,6 +42,7 @@ fn main() -> ExitCode {
         let outcome = Sim::new(seed, plan, None).run();
         events += outcome.events;
         worlds += outcome.worlds;
+        evened += outcome.evened;
         checkpoints += outcome.checkpoints;
         virtual_s += outcome.elapsed.as_secs_f64();
         if let Some((violation, newest)) = &outcome.failure {
@@ -59,12 +60,12 @@ fn main() -> ExitCode {
     if args.output.as_deref() == Some("json") {
         println!(
             "{}",
-            serde_json::json!({"seeds": seeds.end - seeds.start, "failed": failed, "events": events, "worlds": worlds,
+            serde_json::json!({"seeds": seeds.end - seeds.start, "failed": failed, "events": events, "worlds": worlds, "evened": evened,
                 "checkpoints": checkpoints, "virtual_s": virtual_s, "wall_s": wall, "events_per_s": rate, "times_real_time": times})
         );
     } else {
         println!(
-            "{} seeds, {} failed; {events} events, {worlds} worlds, {checkpoints} checkpoints; {virtual_s:.0} s in {wall:.1} s: {times:.0} × real time, {rate:.0} events/s",
+            "{} seeds, {} failed; {events} events, {worlds} worlds ({evened} of them to even out), {checkpoints} checkpoints; {virtual_s:.0} s in {wall:.1} s: {times:.0} × real time, {rate:.0} events/s",
             seeds.end - seeds.start,
             failed.len()
         );

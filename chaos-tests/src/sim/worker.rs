@@ -29,6 +29,8 @@ pub(crate) struct Worker {
     /// Its program never comes back.
     pub(crate) is_hung: bool,
     pub(crate) turn: TurnKeeper,
+    /// Its leaves take so many times as long as another's.
+    pub(crate) slowness: u64,
     change: ChangeKeeper,
     is_draining: bool,
 }
@@ -49,6 +51,7 @@ impl Worker {
             told: None,
             is_hung: false,
             turn: TurnKeeper::new(),
+            slowness: 1,
             change: ChangeKeeper::default(),
             is_draining: false,
         }

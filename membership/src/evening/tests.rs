@@ -56,7 +56,7 @@ fn three_times_slower_is_served_by_a_leaf_and_the_others_by_five() {
     assert!(changes.len() <= 4, "{changes:#?}");
     assert_eq!(
         changes[0].reason,
-        "evening out: a leaf takes node 1 3.0 × as long as node 2; virtual ranks 2-3 move there, \
+        "evening out: a leaf takes node 1 3.0 × as long as node 2; virtual ranks 0-1 move there, \
          the leaves of a step take 60 ms instead of 120"
     );
 }

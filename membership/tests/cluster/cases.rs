@@ -256,3 +256,85 @@ fn coordinators_whose_clocks_are_a_minute_apart_lead_one_after_the_other() {
     }
     goes_on(&mut cluster, &nodes[..1], "the last one steps");
 }
+
+/// How many leaves each of the members serves, in the order given.
+fn leaves(cluster: &Cluster, job: &JobSpec, nodes: &[NodeId]) -> Vec<usize> {
+    let world = cluster.world(&job.job);
+    let of = |node: &NodeId| world.member(*node).map_or(&[][..], |member| &member.blocks[..]);
+    nodes
+        .iter()
+        .map(|n| of(n).iter().flat_map(|block| block.leaves(world.virtual_ranks)).count())
+        .collect()
+}
+
+#[test]
+fn blocks_leave_a_member_three_times_slower_and_then_rest() {
+    let job = spec("demo", (1, 4, 16));
+    let (mut cluster, nodes) = training(&job, 4);
+    for (node, leaf) in nodes.iter().zip([30, 10, 10, 10]) {
+        cluster.worker_mut(*node).leaf_time = Some(ms(leaf));
+    }
+    let before = worlds(&cluster);
+    let begun = boundary(&cluster, nodes[0]);
+    cluster.run_until(S * 30, "one leaf of sixteen is left to it", |c| {
+        leaves(c, &job, &nodes) == [1, 5, 5, 5]
+    });
+    let steps = boundary(&cluster, nodes[0]).0 - begun.0;
+    assert!(steps <= 200, "after {steps} steps");
+    assert!(worlds(&cluster) - before <= 4, "{} worlds", worlds(&cluster) - before);
+    let events = cluster.kinds("evened");
+    assert_eq!(events.len(), worlds(&cluster) - before);
+    assert_eq!(events[0].nodes.len(), 2, "{events:#?}");
+    cluster.run(S * 20);
+    assert_eq!(cluster.kinds("evened").len(), worlds(&cluster) - before, "it rests");
+    // The slow one dies: the others are equal and stay so.
+    cluster.kill_worker(nodes[0]);
+    trains_with(&mut cluster, &job, &nodes[1..], "the three others");
+    assert_eq!(leaves(&cluster, &job, &nodes[1..]).iter().sum::<usize>(), 16);
+    assert_eq!(cluster.world(&job.job).lineage, Lineage(1));
+}
+
+#[test]
+fn blocks_stay_where_they_are_among_equals_without_times_or_when_told_so() {
+    let (slow, equal) = ([30, 10, 10, 10], [10, 10, 11, 10]);
+    let cases =
+        [(Some(equal), true, 4), (None, true, 4), (Some(slow), false, 4), (Some(slow), true, 3)];
+    for (times, evens_out, tell) in cases {
+        let mut job = spec("demo", (1, 4, 16));
+        job.evens_out = evens_out;
+        let (mut cluster, nodes) = training(&job, 4);
+        for (node, leaf) in nodes.iter().zip(times.into_iter().flatten()).take(tell) {
+            cluster.worker_mut(*node).leaf_time = Some(ms(leaf));
+        }
+        let before = worlds(&cluster);
+        cluster.run(S * 20);
+        assert_eq!(worlds(&cluster), before, "{times:?} {evens_out} {tell}");
+    }
+}
+
+#[test]
+fn who_joins_dies_or_leaves_while_blocks_move_holds_up_nobody() {
+    for delay in (0..4000).step_by(150) {
+        let job = spec("demo", (1, 5, 16));
+        let (mut cluster, mut nodes) = training(&job, 4);
+        for (node, leaf) in nodes.iter().zip([30, 10, 15, 10]) {
+            cluster.worker_mut(*node).leaf_time = Some(ms(leaf));
+        }
+        cluster.run(ms(delay));
+        let gone = nodes.remove((delay / 150 % 4) as usize);
+        match delay / 150 % 3 {
+            0 => cluster.kill_worker(gone),
+            1 => cluster.drain_worker(&job.job, vec![gone]),
+            _ => cluster.die(gone),
+        }
+        let joiner = cluster.spawn(&job);
+        cluster.worker_mut(joiner).leaf_time = Some(ms(40));
+        nodes.push(joiner);
+        trains_with(&mut cluster, &job, &nodes, &format!("after {delay} ms"));
+        cluster.run(S * 20);
+        let events = cluster.kinds("evened").len();
+        cluster.run(S * 20);
+        assert_eq!(cluster.kinds("evened").len(), events, "after {delay} ms it rests");
+        assert_eq!(leaves(&cluster, &job, &nodes).iter().sum::<usize>(), 16);
+    }
+}

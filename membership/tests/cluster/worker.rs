@@ -32,6 +32,8 @@ pub(crate) struct Worker {
     pub(crate) has_bad_store: bool,
     /// It never becomes level.
     pub(crate) never_syncs: bool,
+    /// How long a leaf takes it, as far as it says so.
+    pub(crate) leaf_time: Option<Duration>,
     progress: u64,
 }
 
@@ -64,6 +66,7 @@ impl Worker {
             spoiled_from: None,
             has_bad_store: false,
             never_syncs: false,
+            leaf_time: None,
             progress: 0,
         }
     }
@@ -88,6 +91,7 @@ impl Worker {
             phase,
             progress: self.progress,
             pulse: now.0,
+            leaf_time: self.leaf_time,
             changes: self
                 .entered
                 .map(|generation| Change { generation, cost })
