@@ -26,3 +26,5 @@ mod object_server;
 mod observing;
 #[path = "process/orders.rs"]
 mod orders;
+#[path = "process/unequal.rs"]
+mod unequal;
