@@ -169,6 +169,20 @@ impl Cluster {
         place: Place,
         workers: u32,
     ) -> anyhow::Result<Command> {
+        self.agent_command_by(job, place, workers, None)
+    }
+
+    /// The same; each worker is a shell with this script, whose arguments (`"$@"`) are the training program and its own.
+    ///
+    /// # Errors
+    /// If no token can be made.
+    pub fn agent_command_by(
+        &mut self,
+        job: &Job,
+        place: Place,
+        workers: u32,
+        script: Option<&str>,
+    ) -> anyhow::Result<Command> {
         let mut command = self.command(&["run", "--log-format", "text", "--nnodes", "1:3"]);
         match place {
             Place::Standalone => {
@@ -184,7 +198,9 @@ impl Cluster {
         command.args(["--nproc-per-node", &workers.to_string()]);
         command.args(["--virtual-ranks", &job.virtual_ranks().to_string()]);
         command.arg("--trace-dir").arg(&self.trace_folder);
-        command.args(job.flags()).arg("--").arg(&self.program);
+        command.args(job.flags()).arg("--");
+        command.args(script.map(|script| ["sh", "-c", script, "sh"]).into_iter().flatten());
+        command.arg(&self.program);
         command.arg("trainer").args(job.training()).args(["--leaf-ms", &job.leaf_ms().to_string()]);
         Ok(command)
     }

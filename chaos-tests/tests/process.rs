@@ -26,5 +26,7 @@ mod object_server;
 mod observing;
 #[path = "process/orders.rs"]
 mod orders;
+#[path = "process/restarts.rs"]
+mod restarts;
 #[path = "process/unequal.rs"]
 mod unequal;

@@ -25,7 +25,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use membership::{Cause, ParticipantEvent, ToCoordinator};
+use membership::{Cause, ParticipantEvent, Standing, ToCoordinator};
 use serde_json::json;
 use tokio::sync::mpsc;
 use transport::{CertificateAuthority, Identity};
@@ -236,6 +236,12 @@ struct Agent {
     /// The question about the job that waits for its answer.
     asked: Option<u64>,
     standing: StandingNotes,
+    /// The coordinators answered that there is no job of this name: its program never joined it.
+    is_jobless: bool,
+    /// A worker ended with 0.
+    has_done: bool,
+    /// Those that ended with 0 while nobody knows whether the job is finished.
+    early: Vec<NodeId>,
     /// Those that are out by a verdict, and since when we know.
     evicted: BTreeMap<NodeId, Timestamp>,
 }
@@ -291,6 +297,9 @@ impl Agent {
             running: BTreeSet::new(),
             asked: None,
             standing: StandingNotes::default(),
+            is_jobless: false,
+            has_done: false,
+            early: Vec::new(),
             evicted: BTreeMap::new(),
         })
     }
@@ -308,7 +317,12 @@ impl Agent {
         let mut ask = tokio::time::interval(self.config.recovery_target.clamp(ASK_MIN, ASK_MAX));
         ask.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
         let mut notices = notices::watch(&self.config.notices);
-        let code = loop {
+        let mut is_released = false;
+        let verdict = loop {
+            if self.has_done && self.standing.is_finished() && !is_released {
+                is_released = true;
+                drop(commands.send(Command::Released(supervisor::Release::Finished)).await);
+            }
             tokio::select! {
                 biased;
                 Some(event) = worker_events.recv() => self.note(&event).await,
@@ -324,16 +338,19 @@ impl Agent {
                         drop(commands.send(Command::Kill { node }).await);
                     }
                 }
-                code = &mut running => break code.map_err(|_| Error::Internal("the supervisor panicked"))?,
+                verdict = &mut running => break verdict.map_err(|_| Error::Internal("the supervisor panicked"))?,
             }
         };
         while let Ok(event) = worker_events.try_recv() {
             self.note(&event).await;
         }
         self.wait_for_acknowledgements().await;
-        if code == ExitCode::Done {
+        if verdict.has_done {
             self.learn_result().await;
         }
+        let is_finished = self.standing.is_finished();
+        let code = if is_finished { verdict.if_finished } else { verdict.otherwise };
+        tracing::info!(%code, "all workers ended");
         self.ready.store(false, Ordering::Relaxed);
         self.control.close().await;
         Ok(code)
@@ -422,6 +439,13 @@ impl Agent {
                 if !is_orderly {
                     self.metrics.deaths.inc();
                 }
+                if *exit == Exit::Code(0) {
+                    self.has_done = true;
+                    self.early.push(*node);
+                    // What is asked from here on is answered after the job's end, if that was it.
+                    self.asked = None;
+                    self.ask_job().await;
+                }
                 let lost = ToCoordinator::Lost { node: *node, cause, sequence: 0 };
                 self.unacknowledged.extend(self.control.ask(lost).await);
             }
@@ -456,6 +480,14 @@ impl Agent {
                 if self.asked == Some(sequence) =>
             {
                 self.asked = None;
+                self.is_jobless = standing.is_none();
+                let goes_on =
+                    matches!(standing, Some(Standing::Running | Standing::Waiting { .. }));
+                for node in std::mem::take(&mut self.early) {
+                    if goes_on {
+                        tracing::warn!(%node, "this worker ended with 0, but the job goes on; it is not started again");
+                    }
+                }
                 match self.standing.hear(clock::now(), standing) {
                     Some(note) if note.is_warning => tracing::warn!("{}", note.text),
                     Some(note) => tracing::info!("{}", note.text),
@@ -491,7 +523,8 @@ impl Agent {
     /// The worker that would have printed the result may have died over it: the agent says it too.
     async fn learn_result(&mut self) {
         let heard = async {
-            while !self.standing.is_finished() {
+            self.is_jobless = false;
+            while !self.standing.is_finished() && !self.is_jobless {
                 self.ask_job().await;
                 match self.events.recv().await {
                     Some(event) => self.hear(event),

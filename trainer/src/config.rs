@@ -55,6 +55,9 @@ pub struct TrainerConfig {
     /// The first worker that finds this file removes it and hangs for good in its leaf: to see what becomes of such a worker
     #[arg(long, value_name = "FILE", hide = true)]
     pub hang_file: Option<PathBuf>,
+    /// While this file is there, workers wait between two steps, as for an evaluation
+    #[arg(long, value_name = "FILE", hide = true)]
+    pub pause_file: Option<PathBuf>,
     /// Length of the text that the model writes at the end
     #[arg(long, value_name = "BYTES", default_value_t = Self::default().sample_bytes)]
     pub sample_bytes: usize,
@@ -149,6 +152,7 @@ impl Default for TrainerConfig {
             seed: 1,
             leaf_ms: 0,
             hang_file: None,
+            pause_file: None,
             sample_bytes: 200,
         }
     }

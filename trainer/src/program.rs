@@ -2,7 +2,7 @@
 
 use std::borrow::Cow;
 use std::io::Write;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use ripstop::{Outcome, Remedy, Session, Settings, State};
 use serde_json::{Value, json};
@@ -75,6 +75,10 @@ pub async fn train(
         printer.tokens += session.settings().virtual_rank_count().count() as usize
             * config.batch
             * config.context;
+        while config.pause_file.as_ref().is_some_and(|file| file.exists()) {
+            // The thread is kept, as by a program that computes.
+            std::thread::sleep(PAUSE_LOOK);
+        }
         if session.is_first() {
             printer.step(number + 1, config.steps, loss, members);
         }
@@ -89,6 +93,9 @@ pub async fn train(
     }
     Ok(outcome)
 }
+
+/// How often it is looked whether the pause is over.
+const PAUSE_LOOK: Duration = Duration::from_millis(20);
 
 struct Printer<'a> {
     out: &'a mut (dyn Write + Send),

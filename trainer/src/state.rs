@@ -33,6 +33,7 @@ impl TrainState {
                 data: None,
                 leaf_ms: 0,
                 hang_file: None,
+                pause_file: None,
                 sample_bytes: TrainerConfig::default().sample_bytes,
                 ..config.clone()
             },

@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use anyhow::{Context, ensure};
-use ripstop_chaos::process::{Cluster, Job, Place, Signal, Traces, Writer, play};
+use ripstop_chaos::process::{Cluster, Job, Line, Place, Signal, Traces, Writer, play};
 
 #[test]
 fn a_worker_that_gets_term_leaves_with_75_and_no_leaf_is_computed_twice() -> anyhow::Result<()> {
@@ -85,6 +85,128 @@ fn an_agent_that_gets_term_while_it_starts_leaves_with_75() -> anyhow::Result<()
             ensure!(said.code == 75, "{delay} ms after its start: {said:?}");
         }
         Ok(())
+    })
+}
+
+#[test]
+fn of_four_workers_those_that_get_a_signal_leave_one_by_one_and_the_last_goes_on()
+-> anyhow::Result<()> {
+    play(|cluster| {
+        let job = Job::new(250).with_leaf_ms(5);
+        let undisturbed = cluster.undisturbed(&job)?;
+        let agent = cluster.start_agent(&job, Place::Standalone, 4)?;
+        step(cluster, 20)?;
+        let workers = cluster.traces().alive();
+        for (leaver, signal) in workers.iter().zip([Signal::USR1, Signal::TERM, Signal::USR2]) {
+            ensure!(cluster.signal_worker(*leaver, signal)?, "worker {leaver} was gone already");
+            let exit = cluster.wait("its end", |t| t.exit_of(*leaver).map(str::to_owned))?;
+            ensure!(exit == "exited with code 75", "worker {leaver} {exit} after {signal:?}");
+        }
+        let left_at = cluster.traces().boundary();
+        ensure!(left_at < job.steps(), "they left only at the end");
+        let said = cluster.said(&agent)?;
+        ensure!(cluster.traces().started().count() == 4, "somebody was started again");
+        let twice = computed_twice(cluster.traces());
+        ensure!(twice.is_empty(), "leaves computed twice: {twice:?}");
+        cluster.check_end(&undisturbed, &said)
+    })
+}
+
+#[test]
+fn term_while_a_checkpoint_is_under_way_leaves_with_75_and_nothing_is_lost() -> anyhow::Result<()> {
+    play(|cluster| {
+        // One follows the other.
+        let flags = ["--checkpoint", "checkpoints", "--checkpoint-every", "100ms"];
+        let job = Job::new(600).with_leaf_ms(2).with_flags(&flags);
+        let undisturbed = cluster.undisturbed(&job)?;
+        let mut from = 0;
+        for delay in [0, 3, 10, 30, 60] {
+            cluster.renew_traces()?;
+            let agent = cluster.start_agent(&job, Place::Standalone, 2)?;
+            cluster.wait("a checkpoint that is staged", |traces| {
+                let staged = |(_, lines): (u64, &[Line])| lines.iter().any(|l| l.event == "stage");
+                (traces.boundary() > from + 20 && traces.workers().any(staged)).then_some(())
+            })?;
+            std::thread::sleep(Duration::from_millis(delay));
+            let asked_at = cluster.traces().boundary();
+            cluster.signal(&agent, Signal::TERM)?;
+            let said = cluster.said(&agent)?;
+            ensure!(said.code == 75, "{delay} ms after it: {said:?}");
+            let saved = cluster.traces().checkpoint().context("nothing was saved")?;
+            ensure!(saved < job.steps(), "the job had ended before");
+            ensure!(saved >= asked_at, "saved {saved}, but asked to leave at {asked_at}");
+            let begins = begins(cluster.traces());
+            ensure!(begins == [from], "{delay}: the job went on from {begins:?}, not from {from}");
+            cluster.check_states(&undisturbed)?;
+            from = saved;
+        }
+        cluster.renew_traces()?;
+        let agent = cluster.start_agent(&job, Place::Standalone, 2)?;
+        let said = cluster.said(&agent)?;
+        cluster.check_end(&undisturbed, &said)
+    })
+}
+
+#[test]
+fn term_in_an_evaluation_waits_for_its_end_and_nothing_is_lost() -> anyhow::Result<()> {
+    play(|cluster| {
+        let pause = cluster.folder().join("pause");
+        let path = pause.display().to_string();
+        // It takes three times as long as a leaf may.
+        let mut flags = vec!["--hang-timeout", "4s", "--grace", "10m"];
+        flags.extend(["--checkpoint", "checkpoints", "--checkpoint-every", "1h"]);
+        let job = Job::new(150).with_leaf_ms(5).with_training("--pause-file", &path);
+        let job = job.with_flags(&flags);
+        let undisturbed = cluster.undisturbed(&job)?;
+        let agent = cluster.start_agent(&job, Place::Standalone, 2)?;
+        step(cluster, 20)?;
+        std::fs::write(&pause, "")?;
+        let both = |cluster: &mut Cluster, seconds: u64| {
+            std::thread::sleep(Duration::from_secs(seconds));
+            cluster.poll("the traces", |_| Ok(Some(())))?;
+            ensure!(cluster.traces().alive().len() == 2, "somebody ended in the evaluation");
+            anyhow::Ok(())
+        };
+        both(cluster, 8)?;
+        let world = cluster.traces().settled_world().context("no world")?.0;
+        ensure!(world == 1, "world {world}");
+        cluster.signal(&agent, Signal::TERM)?;
+        both(cluster, 5)?;
+        std::fs::remove_file(&pause)?;
+        let said = cluster.said(&agent)?;
+        ensure!(said.code == 75, "the agent ended with code {}: {}", said.code, said.err);
+        let saved = cluster.traces().checkpoint().context("nothing was saved")?;
+        ensure!((20..150).contains(&saved), "saved {saved}");
+
+        cluster.renew_traces()?;
+        let agent = cluster.start_agent(&job, Place::Standalone, 2)?;
+        let said = cluster.said(&agent)?;
+        let begins = begins(cluster.traces());
+        ensure!(begins == [saved], "the job went on from {begins:?}, not from {saved}");
+        cluster.check_end(&undisturbed, &said)
+    })
+}
+
+#[test]
+fn an_evaluation_longer_than_the_grace_is_left_to_recovery() -> anyhow::Result<()> {
+    play(|cluster| {
+        let pause = cluster.folder().join("pause");
+        let path = pause.display().to_string();
+        let flags = ["--grace", "2s", "--expected-members", "2"];
+        let job = Job::new(150).with_leaf_ms(5).with_training("--pause-file", &path);
+        let job = job.with_flags(&flags);
+        let undisturbed = cluster.undisturbed(&job)?;
+        cluster.start_single_coordinator()?;
+        let stays = cluster.start_agent(&job, Place::Coordinators, 1)?;
+        let leaves = cluster.start_agent(&job, Place::Coordinators, 1)?;
+        step(cluster, 20)?;
+        std::fs::write(&pause, "")?;
+        cluster.signal(&leaves, Signal::TERM)?;
+        let said = cluster.said(&leaves)?;
+        ensure!(said.code == 143, "the agent ended with code {}: {}", said.code, said.err);
+        std::fs::remove_file(&pause)?;
+        let said = cluster.said(&stays)?;
+        cluster.check_end(&undisturbed, &said)
     })
 }
 

@@ -250,13 +250,9 @@ impl Supervisor {
         worker.heal(healthy, config.heal_after);
         let may_restart = self.stage == Stage::Working
             && Fate::of(outcome.code) == Fate::Crashed
-            && worker.restarts_spent < config.max_restarts
-            && !self.outcomes.iter().any(|outcome| outcome.code == ExitCode::Done);
+            && worker.restarts_spent < config.max_restarts;
         if !may_restart {
             self.end(slot, outcome);
-            if self.stage == Stage::Working && outcome.code == ExitCode::Done {
-                self.cancel_restarts();
-            }
             return;
         }
         worker.restarts_spent += 1;
@@ -278,15 +274,6 @@ impl Supervisor {
         let code =
             if self.is_finished { ExitCode::Done } else { ExitCode::Requeue(self.config.requeue) };
         self.end(slot, Outcome { code, is_exit: false });
-    }
-
-    /// Whoever ends with 0 has seen the job finish: who comes back now finds nothing to do. Those that were never started still are.
-    fn cancel_restarts(&mut self) {
-        for slot in (0..self.config.slots.get()).map(Slot) {
-            if matches!(self.workers[slot.0 as usize].phase, Phase::Waiting { .. }) {
-                self.cancel(slot);
-            }
-        }
     }
 
     /// Asks all to leave within `time`; called again it only brings the deadline forward.
@@ -346,30 +333,41 @@ impl Supervisor {
             && self.workers.iter().all(|worker| worker.phase == Phase::Ended)
         {
             self.stage = Stage::Ended;
-            self.actions.push_back(Action::Finished(self.exit_code()));
+            self.actions.push_back(Action::Finished(self.verdict()));
         }
     }
 
-    /// The agent's code: 0 if anybody finished the job, whoever died on the way; else forced, if it was; else left in good order
-    /// if anybody did; else the most telling failure, the first of its kind.
-    fn exit_code(&self) -> ExitCode {
+    fn verdict(&self) -> Verdict {
         let codes = || self.outcomes.iter().map(|outcome| outcome.code);
-        if codes().any(|code| code == ExitCode::Done) {
-            return ExitCode::Done;
-        }
-        if self.is_finished {
-            // What a program says itself after the job's end counts (its export failed); being killed does not.
-            let said = self
-                .outcomes
-                .iter()
-                .find(|outcome| outcome.is_exit && Fate::of(outcome.code) == Fate::Crashed);
-            return said.map_or(ExitCode::Done, |outcome| outcome.code);
-        }
-        if self.is_forced {
-            return self.forced;
-        }
-        codes().min_by_key(|code| Fate::of(*code)).unwrap_or(ExitCode::Bug)
+        let is_done = |outcome: &Outcome| outcome.code == ExitCode::Done;
+        let has_done = self.outcomes.iter().any(|o| o.is_exit && is_done(o));
+        // What a program says itself after the job's end counts (its export failed); being killed does not.
+        let is_said =
+            |outcome: &&Outcome| outcome.is_exit && Fate::of(outcome.code) == Fate::Crashed;
+        let said =
+            self.outcomes.iter().find(is_said).filter(|_| !self.outcomes.iter().any(is_done));
+        let if_finished = said.map_or(ExitCode::Done, |outcome| outcome.code);
+        let worst = codes().filter(|code| *code != ExitCode::Done).min_by_key(|c| Fate::of(*c));
+        let otherwise = match worst {
+            _ if self.is_finished => if_finished,
+            Some(_) if self.is_forced => self.forced,
+            Some(code) => code,
+            None => ExitCode::Done,
+        };
+        Verdict { if_finished, otherwise, has_done }
     }
+}
+
+/// What the agent exits with.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Verdict {
+    /// If the job is finished: 0 if anybody here ended with 0, whoever died on the way, or if nobody says otherwise.
+    pub if_finished: ExitCode,
+    /// If it is not, or if the workers have no job of ours: forced, if it was; else left in good order if anybody did; else the most telling
+    /// failure, the first of its kind; 0 if all ended with 0.
+    pub otherwise: ExitCode,
+    /// A worker ended with 0, as those do that have seen the job finish.
+    pub has_done: bool,
 }
 
 /// How an agent treats its workers. All have defaults; every combination is valid.
@@ -477,8 +475,8 @@ pub enum Action {
     },
     /// Kill every process there is.
     KillAll,
-    /// Exit with this code. Nothing follows.
-    Finished(ExitCode),
+    /// All have ended: exit. Nothing follows.
+    Finished(Verdict),
 }
 
 /// Why a worker could not be started.

@@ -18,7 +18,7 @@ use super::exit::{Exit, ExitCode};
 use super::output::Output;
 use super::signals::Signal;
 use super::spawn::{Process, ProcessGroup, SpawnError, Spawner, WorkerCommand};
-use super::supervisor::{self, Action, Release, Slot, StartFailure, Supervisor};
+use super::supervisor::{self, Action, Release, Slot, StartFailure, Supervisor, Verdict};
 use crate::clock;
 
 /// The workers of one host.
@@ -59,11 +59,11 @@ impl<P: Prepare> Workers<P> {
     }
 
     /// Runs the workers to their end and says what the agent exits with. If this is dropped half-way, the workers are killed.
-    pub async fn run(mut self, mut commands: mpsc::Receiver<Command>) -> ExitCode {
+    pub async fn run(mut self, mut commands: mpsc::Receiver<Command>) -> Verdict {
         let mut has_commands = true;
-        let code = loop {
-            if let Some(code) = self.act() {
-                break code;
+        let verdict = loop {
+            if let Some(verdict) = self.act() {
+                break verdict;
             }
             let deadline = self.supervisor.poll_timeout();
             let wait = deadline.map_or(Duration::MAX, |deadline| deadline.since(clock::now()));
@@ -82,21 +82,21 @@ impl<P: Prepare> Workers<P> {
                 () = tokio::time::sleep(wait), if deadline.is_some() => self.supervisor.handle_timeout(clock::now()),
                 else => {
                     tracing::error!("no worker is left and none is to come, but no end was decided; please report this");
-                    break ExitCode::Bug;
+                    let bug = ExitCode::Bug;
+                    break Verdict { if_finished: bug, otherwise: bug, has_done: false };
                 }
             }
         };
-        tracing::info!(%code, "all workers ended");
         if !self.output.finish(OUTPUT_LIMIT).await {
             tracing::warn!(
                 "some output of workers is not shown: something holds it open, or does not read ours"
             );
         }
-        code
+        verdict
     }
 
-    /// Does what the machine wants; at the end, the agent's code.
-    fn act(&mut self) -> Option<ExitCode> {
+    /// Does what the machine wants; at the end, the verdict.
+    fn act(&mut self) -> Option<Verdict> {
         while let Some(action) = self.supervisor.poll_action() {
             match action {
                 Action::Start { slot, attempt } => {
@@ -130,7 +130,7 @@ impl<P: Prepare> Workers<P> {
                         self.send(slot, Process::kill);
                     }
                 }
-                Action::Finished(code) => return Some(code),
+                Action::Finished(verdict) => return Some(verdict),
             }
         }
         None

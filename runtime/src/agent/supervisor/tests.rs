@@ -13,6 +13,8 @@ struct Agent {
     nodes: u64,
     running: BTreeMap<u32, NodeId>,
     log: Vec<Action>,
+    verdict: Option<Verdict>,
+    /// What it exits with if the job is not finished.
     code: Option<ExitCode>,
 }
 
@@ -24,6 +26,7 @@ impl Agent {
             nodes: 100,
             running: BTreeMap::new(),
             log: Vec::new(),
+            verdict: None,
             code: None,
         };
         agent.act();
@@ -43,7 +46,10 @@ impl Agent {
                     self.running.insert(slot.0, NodeId(self.nodes));
                     self.machine.handle_started(self.now, slot, attempt, NodeId(self.nodes));
                 }
-                Action::Finished(code) => assert_eq!(self.code.replace(code), None),
+                Action::Finished(verdict) => {
+                    assert_eq!(self.verdict.replace(verdict), None);
+                    self.code = Some(verdict.otherwise);
+                }
                 _ => {}
             }
         }
@@ -90,6 +96,11 @@ fn config(slots: u32) -> Config {
     Config::new(NonZeroU32::new(slots).unwrap())
 }
 
+/// The end of an agent whose only worker was never started.
+fn finished(otherwise: ExitCode) -> Action {
+    Action::Finished(Verdict { if_finished: ExitCode::Done, otherwise, has_done: false })
+}
+
 fn requeue() -> ExitCode {
     ExitCode::Requeue(RequeueCode::default())
 }
@@ -108,8 +119,10 @@ fn the_agents_code_follows_from_its_workers_codes() {
     // Budget 0, so that each exit is final.
     let table: &[(&[Exit], u8)] = &[
         (&[Code(0)], 0),
-        (&[Code(0), Code(1), Signal(9), Code(76), Code(75)], 0),
-        (&[Signal(9), Code(0)], 0),
+        (&[Code(0), Code(0)], 0),
+        (&[Code(0), Code(1), Signal(9), Code(76), Code(75)], 75),
+        (&[Signal(9), Code(0)], 137),
+        (&[Code(0), Code(3)], 3),
         (&[Code(75), Code(75)], 75),
         (&[Code(75), Code(1), Signal(11), Code(76)], 75),
         (&[Code(64)], 64),
@@ -133,6 +146,10 @@ fn the_agents_code_follows_from_its_workers_codes() {
             agent.exit(slot, *exit);
         }
         assert_eq!(agent.code.map(ExitCode::code), Some(*expected), "{exits:?}");
+        let verdict = agent.verdict.unwrap();
+        let has_done = exits.contains(&Code(0));
+        assert_eq!(verdict.has_done, has_done);
+        assert!(!has_done || verdict.if_finished == ExitCode::Done, "{exits:?} {verdict:?}");
     }
 }
 
@@ -209,7 +226,8 @@ fn a_spent_budget_ends_its_slot_only() {
     assert_eq!((agent.starts(0), agent.starts(1), agent.code), (4, 1, None));
     assert_eq!(agent.machine.poll_timeout(), None);
     agent.code(1, 0);
-    assert_eq!(agent.code, Some(ExitCode::Done));
+    let Verdict { if_finished, otherwise, .. } = agent.verdict.unwrap();
+    assert_eq!((if_finished, otherwise.code()), (ExitCode::Done, 7));
 }
 
 #[test]
@@ -322,7 +340,8 @@ fn a_job_finished_here_is_done_even_if_forced_to_end() {
     agent.signal(Signal::Interrupt);
     agent.signal(Signal::Interrupt);
     agent.exit(1, Exit::Signal(9));
-    assert_eq!(agent.code, Some(ExitCode::Done));
+    let Verdict { if_finished, otherwise, .. } = agent.verdict.unwrap();
+    assert_eq!((if_finished, otherwise), (ExitCode::Done, ExitCode::Interrupted));
 }
 
 #[test]
@@ -380,18 +399,15 @@ fn a_start_that_fails_counts_as_a_crash_unless_it_is_permanent() {
     };
     for (failure, expected) in [
         (StartFailure::Crash(Exit::Code(70)), Action::Start { slot: Slot(0), attempt: 1 }),
-        (StartFailure::Crash(Exit::Code(69)), Action::Finished(ExitCode::Unavailable)),
-        (StartFailure::Crash(Exit::Code(76)), Action::Finished(ExitCode::Incompatible)),
-        (StartFailure::Permanent(ExitCode::Program(127)), Action::Finished(ExitCode::Program(127))),
+        (StartFailure::Crash(Exit::Code(69)), finished(ExitCode::Unavailable)),
+        (StartFailure::Crash(Exit::Code(76)), finished(ExitCode::Incompatible)),
+        (StartFailure::Permanent(ExitCode::Program(127)), finished(ExitCode::Program(127))),
     ] {
         assert_eq!(fail(&mut Supervisor::new(config(1)), failure), Some(expected), "{failure:?}");
     }
     let mut machine = Supervisor::new(config(1));
     machine.handle_signal(now, Signal::Terminate);
-    assert_eq!(
-        fail(&mut machine, StartFailure::Crash(Exit::Code(69))),
-        Some(Action::Finished(requeue()))
-    );
+    assert_eq!(fail(&mut machine, StartFailure::Crash(Exit::Code(69))), Some(finished(requeue())));
 }
 
 #[test]
@@ -428,15 +444,22 @@ fn a_finished_job_restarts_nobody_and_is_done() {
 }
 
 #[test]
-fn once_a_worker_has_finished_nobody_is_started_again() {
+fn a_worker_that_ends_with_0_early_changes_nothing_for_the_others() {
     let mut agent = Agent::of(3);
-    agent.exit(1, Exit::Signal(9));
-    agent.exit(1, Exit::Signal(9));
-    assert!(agent.machine.poll_timeout().is_some(), "the second restart waits");
     agent.code(0, 0);
-    assert_eq!((agent.machine.poll_timeout(), agent.code), (None, None));
+    for _ in 0..2 {
+        agent.exit(1, Exit::Signal(9));
+    }
+    assert!(agent.machine.poll_timeout().is_some(), "the second restart waits");
+    agent.wait_for_timeout();
+    assert_eq!((agent.starts(0), agent.starts(1), agent.starts(2)), (1, 3, 1));
+    agent.exit(1, Exit::Signal(9));
+    // Now the job is finished.
+    agent.machine.handle_released(agent.now, Release::Finished);
+    agent.act();
+    assert_eq!((agent.machine.poll_timeout(), agent.starts(1)), (None, 3));
     agent.exit(2, Exit::Signal(9));
-    assert_eq!((agent.starts(1), agent.starts(2), agent.code), (2, 1, Some(ExitCode::Done)));
+    assert_eq!((agent.starts(2), agent.code), (1, Some(ExitCode::Done)));
 }
 
 #[test]
@@ -531,7 +554,7 @@ struct Model {
     starts: BTreeMap<u32, u32>,
     is_leaving: bool,
     any_done: bool,
-    code: Option<ExitCode>,
+    code: Option<Verdict>,
 }
 
 impl Model {
@@ -545,7 +568,7 @@ impl Model {
                     assert_eq!(self.starting.insert(slot.0, attempt), None, "one start at a time");
                     *self.starts.entry(slot.0).or_default() += 1;
                 }
-                Action::Finished(code) => self.code = Some(code),
+                Action::Finished(verdict) => self.code = Some(verdict),
                 _ => {}
             }
         }
@@ -620,7 +643,10 @@ proptest! {
         }
         let code = model.code.expect("it ended");
         prop_assert!(model.starts.values().all(|starts| *starts <= 4), "{:?}", model.starts);
-        prop_assert!(code == ExitCode::Done || !model.any_done, "{code}");
-        prop_assert!(code != ExitCode::Done || model.any_done || finished, "{code}");
+        let Verdict { if_finished, otherwise, has_done } = code;
+        prop_assert_eq!(has_done, model.any_done);
+        prop_assert!(if_finished == ExitCode::Done || !model.any_done, "{if_finished}");
+        prop_assert!(otherwise != ExitCode::Done || model.any_done || finished, "{otherwise}");
+        prop_assert!(!finished || otherwise == if_finished, "{code:?}");
     }
 }

@@ -58,7 +58,7 @@ struct Agent {
     commands: mpsc::Sender<Command>,
     events: mpsc::UnboundedReceiver<Event>,
     lines: mpsc::UnboundedReceiver<String>,
-    run: JoinHandle<ExitCode>,
+    run: JoinHandle<Verdict>,
 }
 
 impl Agent {
@@ -85,13 +85,17 @@ impl Agent {
         self.commands.send(command).await.unwrap();
     }
 
-    async fn code(self) -> ExitCode {
+    async fn verdict(self) -> Verdict {
         timeout(LIMIT, self.run).await.expect("ends").unwrap()
+    }
+
+    async fn code(self) -> ExitCode {
+        self.verdict().await.otherwise
     }
 
     /// The code, and all events and lines that are left.
     async fn end(mut self) -> (ExitCode, Vec<Event>, Vec<String>) {
-        let code = timeout(LIMIT, &mut self.run).await.expect("ends").unwrap();
+        let code = timeout(LIMIT, &mut self.run).await.expect("ends").unwrap().otherwise;
         let events = std::iter::from_fn(|| self.events.try_recv().ok()).collect();
         let lines = std::iter::from_fn(|| self.lines.try_recv().ok()).collect();
         (code, events, lines)
@@ -173,7 +177,9 @@ async fn a_killed_worker_comes_back_as_a_new_node_and_the_others_go_on() {
     assert_eq!(started.iter().filter(|start| start.0 == 0).count(), 1);
     while agent.line().await != "[w0] ready" {}
     agent.command(Command::Signal(Signal::Terminate)).await;
-    assert_eq!(agent.code().await, ExitCode::Done, "one has finished the job");
+    let verdict = agent.verdict().await;
+    assert_eq!((verdict.if_finished, verdict.has_done), (ExitCode::Done, true));
+    assert_eq!(verdict.otherwise.code(), 75, "who ended with 0 may have left early");
 }
 
 #[tokio::test]
