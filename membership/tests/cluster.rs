@@ -789,6 +789,8 @@ fn two_jobs_do_not_disturb_one_another() {
 fn a_silent_worker_is_lost_once_and_told_so_when_it_speaks() {
     let job = spec("demo", (1, 3, 8));
     let (mut cluster, nodes) = training(&job, 3);
+    // Its heartbeats came in time for so long that half a recovery target of silence is enough.
+    cluster.run(S * 3);
     let id = cluster.client_of(nodes[2]);
     cluster.clients.get_mut(&id).unwrap().is_silent = true;
     let before = cluster.now;
